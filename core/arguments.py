@@ -1,0 +1,299 @@
+"""Flags that all recipes share, strict parsing, and run files (``--config``). Precedence: default < run file < flag."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import HfArgumentParser
+
+from core.errors import UserError, did_you_mean, json_kind, read_json_object, warn_once
+
+
+def flag(default: Any, help: str, **options: Any) -> Any:
+    """A dataclass field that is a flag; a list default is copied, further options go to ``argparse``."""
+    how = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**how, metadata={"help": help, **options})
+
+
+def switch(help: str, **options: Any) -> Any:
+    """A flag with three states: absent (None), given, or given with True or False."""
+    return flag(None, help, nargs="?", const=True, **options)
+
+
+@dataclass
+class RunArguments:
+    _argument_group_name = "run: what to do, where results go, how often to look"
+    config: str | None = flag(None, "run file (JSON) with the flags of a published figure; flags given beside it win")
+    do_train: bool = flag(False, "train")
+    do_eval: bool = flag(False, "evaluate on the validation split")
+    do_predict: bool = flag(False, "evaluate on the test split, and write the predictions")
+    output_dir: str | None = flag(None, "folder for checkpoints, logs and all_results.json (default: runs/<recipe>)")
+    overwrite_output_dir: bool = flag(False, "replace another run's results in the output folder")
+    seed: int = flag(42, "seed of weights, order and dropout")
+    data_seed: int | None = flag(None, "seed of the order alone (default: --seed)")
+    max_train_samples: int | None = flag(None, "use the first N training rows only")
+    max_eval_samples: int | None = flag(None, "use the first N validation rows only")
+    max_predict_samples: int | None = flag(None, "use the first N test rows only")
+    eval_strategy: Literal["no", "steps", "epoch"] = flag("no", "when to evaluate", aliases=["--evaluation_strategy"])
+    eval_steps: int | None = flag(None, "optimiser steps between evaluations (default: --logging_steps)")
+    logging_steps: int = flag(500, "optimiser steps between log records, each with loss, memory and throughput")
+    logging_first_step: bool = flag(False, "log the first step too")
+    logging_dir: str | None = flag(None, "folder of the trackers' files (default: <output_dir>/logs)")
+    report_to: list[str] = flag(["all"], "trackers besides CSV: tensorboard, all, none, any of accelerate's")
+    run_name: str | None = flag(None, "name of the run in the trackers")
+    disable_tqdm: bool = flag(False, "no progress bar")
+    save_strategy: Literal["no", "steps", "epoch"] = flag("steps", "when to save a checkpoint")
+    save_steps: int = flag(500, "optimiser steps between checkpoints")
+    save_total_limit: int | None = flag(None, "keep the newest N checkpoints (and the best one)")
+    load_best_model_at_end: bool = flag(False, "end with the checkpoint of the best --metric_for_best_model")
+    metric_for_best_model: str | None = flag(None, "metric that decides the best checkpoint (default: eval loss)")
+    greater_is_better: bool | None = switch("whether a larger metric is better (default: unless it is a loss)")
+    resume_from_checkpoint: str | None = flag(None, "checkpoint to go on from; auto: newest", nargs="?", const="auto")
+
+
+@dataclass
+class TrainingArguments:
+    _argument_group_name = "training: hyper-parameters"
+    num_train_epochs: float = flag(3.0, "epochs to train, if --max_steps is not given")
+    max_steps: int = flag(-1, "optimiser steps to train; overrides --num_train_epochs")
+    per_device_train_batch_size: int = flag(8, "rows a device takes in one forward pass")
+    per_device_eval_batch_size: int = flag(8, "rows a device evaluates at once")
+    gradient_accumulation_steps: int = flag(1, "forward passes in one optimiser step")
+    learning_rate: float = flag(5e-5, "peak learning rate; never scaled with the number of devices")
+    lr_scheduler_type: str = flag("linear", "schedule of the learning rate, any name that transformers has")
+    warmup_steps: int = flag(0, "optimiser steps of warm-up")
+    warmup_ratio: float = flag(0.0, "warm-up as a share of all optimiser steps, if --warmup_steps is 0")
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "lamb", "sgd"] = flag("adamw_torch", "optimiser")
+    optim_args: str | None = flag(None, "further optimiser options, key=value[,key=value]")
+    weight_decay: float = flag(0.0, "weight decay; biases and norms have none")
+    adam_beta1: float = flag(0.9, "first moment's decay (AdamW, LAMB)")
+    adam_beta2: float = flag(0.999, "second moment's decay (AdamW, LAMB)")
+    adam_epsilon: float = flag(1e-6, "epsilon (AdamW, LAMB); 1e-6 as in Habana's FusedAdamW, torch's own is 1e-8")
+    max_grad_norm: float = flag(1.0, "clip gradients to this L2 norm; 0 switches clipping off")
+    label_smoothing_factor: float = flag(0.0, "share of the target spread over all classes, in training")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
+    use_cache: bool = flag(True, "keep keys and values while generating; off in training with checkpointing")
+    pad_to_max_length: bool = flag(False, "pad every row to the maximum lengths: one shape")
+    length_buckets: int = flag(4, "without --pad_to_max_length: how many padded lengths there are")
+    dataloader_num_workers: int = flag(0, "processes that prepare batches ahead; 0 prepares them in the main one")
+    dataloader_drop_last: bool = flag(False, "drop the last, smaller batch instead of filling it with rows of weight 0")
+    ignore_data_skip: bool = flag(False, "resume at the start of the epoch instead of at the exact row")
+
+
+@dataclass
+class DeviceArguments:
+    _argument_group_name = "device: where and how the model executes"
+    gaudi_config: str | None = flag(None, "JSON file, folder, t5 or Habana/t5", aliases=["--gaudi_config_name"])
+    use_habana: bool | None = switch("train on a Gaudi; without one: a warning, and the next best device")
+    use_cpu: bool = flag(False, "train on the CPU although there is an accelerator", aliases=["--no_cuda"])
+    execution_mode: Literal["auto", "lazy", "eager", "compile"] = flag("auto", "auto: lazy on a Gaudi, else eager")
+    use_lazy_mode: bool | None = switch("True: --execution_mode lazy; False: eager, or compile with --torch_compile")
+    torch_compile: bool = flag(False, "--execution_mode compile")
+    torch_compile_backend: str | None = flag(None, "compiler backend (default: hpu_backend on a Gaudi, else inductor)")
+    torch_compile_mode: str | None = flag(None, "torch.compile's mode, e.g. reduce-overhead")
+    compile_dynamic: bool | None = switch("compile for dynamic shapes")
+    cache_size_limit: int | None = flag(None, "how many versions of a function the compiler keeps")
+    use_regional_compilation: bool = flag(False, "compile the repeated blocks one by one: a shorter first step")
+    compile_from_sec_iteration: bool = flag(False, "the run's first step is eager, compilation starts with the second")
+    inline_inbuilt_nn_modules: bool | None = switch("torch._dynamo's option of this name")
+    allow_unspec_int_on_nn_module: bool | None = switch("torch._dynamo's option of this name")
+    use_compiled_autograd: bool = flag(False, "compile the backward pass too")
+    bf16: bool = flag(False, "bf16 autocast; parameters stay fp32")
+    bf16_full_eval: bool = flag(False, "evaluate with bf16 parameters, in runs without --do_train")
+    half_precision_backend: Literal["auto", "hpu_amp", "cpu_amp"] = flag("auto", "whose operators autocast affects")
+    fp16: bool = flag(False, "refused: use --bf16")
+    fp8: bool = flag(False, "refused: fp8 needs Habana's transformer engine, which no recipe here uses")
+    pipelining_fwd_bwd: bool = flag(False, "step boundary between forward and backward: both overlap on a Gaudi")
+    non_blocking_data_copy: bool = flag(False, "copy batches to the device without waiting")
+    use_hpu_graphs: bool = flag(False, "old name for both of the next two")
+    use_hpu_graphs_for_training: bool = flag(False, "record the training graphs once and replay them")
+    use_hpu_graphs_for_inference: bool = flag(False, "record the evaluation graphs once and replay them")
+    max_hpu_graphs: int | None = flag(None, "how many graphs are kept for evaluation")
+    disable_tensor_cache_hpu_graphs: bool = flag(False, "do not keep the graphs' inner tensors: less memory")
+    attn_implementation: Literal["eager", "sdpa", "gaudi_fused_sdpa"] | None = flag(None, "default: the device's best")
+    attn_softmax_bf16: bool = flag(False, "softmax of fused attention in bf16")
+    use_flash_attention: bool = flag(False, "old name for --attn_implementation gaudi_fused_sdpa")
+    flash_attention_recompute: bool = flag(False, "fused attention recomputes in backward: less memory")
+    flash_attention_fast_softmax: bool = flag(False, "fused attention's fast softmax")
+    flash_attention_causal_mask: bool = flag(False, "fused attention makes the causal mask itself")
+    sdp_on_bf16: bool = flag(False, "torch's math attention may reduce in bf16")
+    throughput_warmup_steps: int = flag(0, "first optimiser steps that throughput leaves out")
+    adjust_throughput: bool = flag(False, "leave out the time of logging, evaluation and saving")
+    profiling_warmup_steps: int = flag(0, "forward passes that the profiler lets pass")
+    profiling_steps: int = flag(0, "forward passes that the profiler records, into <output_dir>/profile")
+    profiling_record_shapes: bool = flag(True, "record shapes in the profile")
+    profiling_with_stack: bool = flag(False, "record Python lines in the profile")
+    ignore_eos: bool | None = switch("generation goes on after a row's end token")
+
+
+@dataclass
+class DistributedArguments:
+    _argument_group_name = "several devices"
+    deepspeed: str | None = flag(None, "DeepSpeed configuration (JSON): how state is sharded")
+    distribution_strategy: Literal["ddp", "fast_ddp"] = flag("ddp", "how gradients are averaged over devices")
+    ddp_bucket_cap_mb: int | None = flag(None, "size of DDP's buckets in MB")
+    ddp_find_unused_parameters: bool = flag(False, "DDP looks for parameters without a gradient")
+    ddp_timeout: int = flag(1800, "seconds until a collective gives up")
+    fsdp: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
+    fsdp_config: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
+    context_parallel_size: int = flag(1, "refused above 1")
+    use_zero3_leaf_promotion: bool = flag(False, "ZeRO-3 option for mixture-of-experts models")
+    local_rank: int = flag(-1, "set by launchers; the environment decides")
+
+
+SHARED_GROUPS = (RunArguments, TrainingArguments, DeviceArguments, DistributedArguments)
+
+# Published flags that a user may keep, and why they change nothing: each is said once when it is given.
+NO_EFFECT = {
+    "adjust_throughput": "throughput always leaves out compilation, logging, evaluation and saving, and shows them",
+    "ignore_eos": "a generated row ends at its end token either way",
+    "local_rank": "rank and world size come from the launcher's environment",
+    "use_zero3_leaf_promotion": "it concerns mixture-of-experts models under ZeRO-3",
+}
+SEVERAL_DEVICES = ("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "distribution_strategy")
+NO_EFFECT |= dict.fromkeys(SEVERAL_DEVICES, "there is one device")
+REFUSED = {
+    "fp16": "Gaudi trains in bf16; use --bf16",
+    "fp8": "no recipe here uses Habana's transformer engine; use --bf16",
+    "fsdp": "use --deepspeed deepspeed_configs/zero3.json",
+    "fsdp_config": "use --deepspeed deepspeed_configs/zero3.json",
+    "context_parallel_size": "sequences are not split over devices here; leave it at 1",
+}
+# Shared numbers are finite and not negative. Some are at least 1, some below 1, and -1 means "not given" for two.
+COUNTS = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps",
+    "save_steps", "eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples", "max_predict_samples",
+    "length_buckets", "max_hpu_graphs", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
+)  # fmt: skip
+SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
+UNSET_BELOW_ZERO = ("max_steps", "local_rank")
+RUN_FILE_KEYS = {"description": str, "command": str, "args": dict, "published": list, "caveats": list}
+
+
+class StrictParser(HfArgumentParser):
+    """No prefix guessing; an error is a `UserError` of one line."""
+
+    def __init__(self, groups: tuple[type, ...], description: str) -> None:
+        super().__init__(groups, description=description, allow_abbrev=False, prog="run.py", usage="%(prog)s [flags]")
+
+    def error(self, message: str) -> Any:
+        raise UserError(re.sub(r"^argument (--\w+)(/\S+)?:", r"\1:", message))
+
+    def parse_strictly(self, argv: list[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """Parse ``argv``; flags that ``namespace`` holds already are defaults."""
+        self.compare_names(argv)
+        args, unknown = self.parse_known_args(argv, namespace)
+        if unknown:
+            name, known = unknown[0].partition("=")[0], self._option_string_actions.keys() - {"--help"}
+            what = "unknown flag" if name.startswith("-") else "a value without a flag:"
+            raise UserError(f"{what} {name}{did_you_mean(name, sorted(known))}; --help lists all flags")
+        return args
+
+    def compare_names(self, argv: list[str]) -> None:
+        """Refuse one flag under two names (an alias, ``--no_...``) with two values; the same value twice is fine."""
+        said: dict[str, tuple[str, Any]] = {}
+        for position, token in enumerate(argv):
+            name = token.partition("=")[0]
+            action = self._option_string_actions.get(name)
+            if action is None or action.dest == "help":
+                continue
+            values = takewhile(lambda t: t.partition("=")[0] not in self._option_string_actions, argv[position + 1 :])
+            value = getattr(self.parse_known_args([token, *values])[0], action.dest)
+            first, before = said.setdefault(action.dest, (name, value))
+            if before != value and first.replace("-", "_") != name.replace("-", "_"):
+                raise UserError(f"{first} ({before}) and {name} ({value}) contradict each other; give one of them")
+
+
+def read_run_file(path: str | Path) -> dict[str, Any]:
+    """Read a run file: ``{"description", "command", "args": {flag: value}, "published": [...], "caveats": [...]}``.
+
+    Raises:
+        UserError: no such file, no JSON object, an unknown key, or a value of another kind than `RUN_FILE_KEYS` says.
+    """
+    content = read_json_object(path, "--config")
+    for key, value in content.items():
+        if key not in RUN_FILE_KEYS:
+            raise UserError(f"--config: {path}: unknown key {key!r}{did_you_mean(key, RUN_FILE_KEYS)}")
+        if not isinstance(value, RUN_FILE_KEYS[key]):
+            raise UserError(f"--config: {path}: {key!r} must be a JSON {json_kind(RUN_FILE_KEYS[key]())}")
+    return {key: kind() for key, kind in RUN_FILE_KEYS.items()} | content
+
+
+def run_file_flags(arguments: dict[str, Any]) -> list[str]:
+    """Turn a run file's ``args`` into flags, so that one parser checks both; nothing may pass as a second flag."""
+    tokens: list[str] = []
+    for name, value in arguments.items():
+        if not re.fullmatch(r"\w[\w-]*", name) or name in ("config", "help"):
+            raise UserError(f"{name!r} is no flag that a run file can set")
+        words = [str(v) for v in value] if isinstance(value, list) else []
+        if isinstance(value, dict) or any(re.match(r"-\D|[\[{]", word) for word in words):
+            raise UserError(f"--{name}: {value!r} is no value of a flag; give text, a number, true, false or null")
+        if value is not None:
+            tokens += [f"--{name}", *words] if isinstance(value, list) else [f"--{name}={value}"]
+    return tokens
+
+
+def parse_arguments(
+    argv: list[str] | None, *groups: type, description: str, built_in: tuple[Path, tuple[str, ...]] | None = None
+) -> argparse.Namespace:
+    """Parse flags and run file into one flat namespace, whose ``run_file`` is the file; check what needs no model.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+        groups: the recipe's own argument dataclasses, shown first in ``--help``.
+        description: the first paragraph of ``--help``.
+        built_in: a run file that applies when none of the named flags is given and no ``--config`` is.
+
+    Raises:
+        UserError: an unknown, contradictory or impossible flag.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = StrictParser((*groups, *SHARED_GROUPS), description)
+    args = parser.parse_strictly(argv)
+    if args.config is None and built_in and not any(getattr(args, name) for name in built_in[1]):
+        args.config = str(built_in[0])
+    run_file = {key: kind() for key, kind in RUN_FILE_KEYS.items()}
+    if (config := args.config) is not None:
+        run_file = read_run_file(config)
+        try:
+            defaults = parser.parse_strictly(run_file_flags(run_file["args"]))
+        except UserError as error:
+            raise UserError(f"--config {config}: {error}") from None
+        args = parser.parse_strictly(argv, defaults)
+    args.config, args.run_file = config, run_file
+    check(args, parser)
+    return args
+
+
+def check(args: argparse.Namespace, parser: StrictParser) -> None:
+    """Refuse values and combinations that cannot work, all at once; say which flags change nothing."""
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    problems = [f"--{name}: {reason}" for name, reason in REFUSED.items() if name in given]
+    for name in (f.name for group in SHARED_GROUPS for f in fields(group)):
+        value, least, most = getattr(args, name), int(name in COUNTS), 1 if name in SHARES else float("inf")
+        is_number = isinstance(value, (int, float)) and name not in UNSET_BELOW_ZERO
+        if is_number and not least <= value < most:  # nan, which compares false, is a problem too
+            problems.append(f"--{name} must be at least {least} and below {most}, not {value}")
+    if not any(value for name, value in vars(args).items() if name.startswith("do_")):
+        problems.append("nothing to do: give --do_train, or one of the other --do_ flags")
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs == 0):
+        problems.append("--max_steps 0 or --num_train_epochs 0 would train nothing; leave --do_train out instead")
+    if args.warmup_steps and args.warmup_ratio:
+        problems.append(f"--warmup_steps {args.warmup_steps} and --warmup_ratio {args.warmup_ratio}: give one of them")
+    if args.load_best_model_at_end and (args.eval_strategy == "no" or args.save_strategy == "no"):
+        problems.append("--load_best_model_at_end needs --eval_strategy and --save_strategy other than no")
+    args.use_hpu_graphs_for_training |= args.use_hpu_graphs
+    args.use_hpu_graphs_for_inference |= args.use_hpu_graphs
+    if not (args.use_hpu_graphs_for_training or args.use_hpu_graphs_for_inference):
+        graphs = given & {"max_hpu_graphs", "disable_tensor_cache_hpu_graphs"}
+        problems += [f"--{name} needs --use_hpu_graphs_for_inference" for name in sorted(graphs)]
+    if problems:
+        raise UserError("; ".join(problems))
+    for name in sorted(given & NO_EFFECT.keys()):
+        warn_once(f"--{name} has no effect here: {NO_EFFECT[name]}")

@@ -1,0 +1,235 @@
+"""The mechanics of training: normalisation, clipping, step boundaries, schedule, checkpoints, records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from core import checkpoint, distributed, optimizers, results
+from core.data import Batch, BatchLoader, Window
+from core.errors import UserError, say, warn_once
+from core.run import Run
+from core.throughput import FlopsByShape
+from core.tracking import Tracker, banner
+
+PROGRESS = ("step_count", "epoch", "position", "total", "best")  # what a checkpoint knows beside the tensors
+
+
+class Engine:
+    """What a training loop calls: `windows`, `micro_batches`, `autocast`, `backward`, `step`, and what is `due`.
+
+    Args:
+        run: device, precision, flags and folder; if it resumes, the engine starts at its checkpoint's position.
+        model: is moved to the device and made ready to train.
+        loader: the training rows.
+
+    Attributes:
+        step_count: optimiser steps done, of ``total_steps``.
+        grad_norm: norm of the last step's gradients before clipping, a scalar tensor.
+
+    Raises:
+        UserError: the flags or the checkpoint do not fit the model or the data.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, loader: BatchLoader) -> None:
+        self.run, self.device, self.loader = run, run.device, loader
+        self.args, self.autocast = run.args, run.autocast
+        args, self.model = run.args, run.place(model)
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters() if p.requires_grad):
+            warn_once("trainable parameters are not fp32: updates smaller than their rounding are lost; load in fp32")
+        epochs = math.ceil(args.num_train_epochs * loader.windows_per_epoch)
+        self.total_steps = args.max_steps if args.max_steps > 0 else max(epochs, 1)
+        self.optimizer = optimizers.create_optimizer(model, args, run.gaudi_config, self.device)
+        self.schedule = optimizers.create_schedule(self.optimizer, args, self.total_steps)
+        self.clipper = optimizers.Clipper(model, args.max_grad_norm, run.gaudi_config, self.device)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        run.ledger.declare("train", len(loader.buckets))
+        self.throughput, self.flops = run.meter(), FlopsByShape(args.gradient_checkpointing)
+        self.step_count = self.epoch = self.position = 0
+        self.total, self.best = {"loss": 0.0, "targets": 0}, {}
+        # Of the steps since the last record. On the device: nothing waits for it until a record is written.
+        self.loss_sum = torch.zeros((), device=self.device.torch_device)
+        self.grad_norm, self.targets = self.loss_sum.clone(), 0
+        if run.resume_from:
+            self._load(run.resume_from)
+        say(banner(self.describe()))
+        self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
+        self.tracker.store_init_configuration(results.describe_run(args)["arguments"])
+
+    def describe(self) -> dict[str, Any]:
+        """The start banner's lines: what will run, in numbers that a change of devices would change."""
+        args, world = self.args, distributed.world_size()
+        batch, windows = (args.per_device_train_batch_size, args.gradient_accumulation_steps, world), self.loader
+        rate = f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type}"
+        return {
+            "device": f"{self.device.name} x {world}",
+            "execution mode": self.device.mode,
+            "precision": self.run.precision.name,
+            "global batch": f"{math.prod(batch)} rows ({' x '.join(map(str, batch))})",
+            "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
+            "optimiser steps": f"{self.total_steps} ({windows.windows_per_epoch} an epoch)",
+            "optimiser": f"{type(self.optimizer).__name__}, {rate}",
+            "parameters": f"{sum(p.numel() for p in self.model.parameters() if p.requires_grad):,}",
+            "output folder": self.run.output_dir,
+            "resumed from": f"{self.run.resume_from} at step {self.step_count}" if self.run.resume_from else None,
+        }
+
+    def windows(self) -> Iterator[Window]:
+        """Yield the micro-batches of one optimiser step after another until the last step, epochs included."""
+        self.throughput.start()
+        with self.run.memory.phase("train"):
+            while self.step_count < self.total_steps:
+                for window in self.loader.windows(self.epoch, self.position):
+                    self.position += 1
+                    self._cold, self._flops, self._epoch_ended = False, 0, window.last_in_epoch
+                    yield window
+                    if self.step_count >= self.total_steps:
+                        break
+                else:
+                    self.epoch, self.position = self.epoch + 1, 0
+
+    def micro_batches(self, window: Window) -> Iterator[Batch]:
+        """Yield the window's micro-batches on the device; the first of each shape is counted in FLOPs as it runs."""
+        args = self.args
+        self._scale = self.device.move(window.scale(), args.non_blocking_data_copy)
+        if args.compile_from_sec_iteration and self.device.mode == "compile":
+            torch.compiler.set_stance("force_eager" if self.step_count == 0 else "default")
+        countable = self.device.mode != "compile" and not args.use_hpu_graphs_for_training
+        for batch in window.batches:
+            batch = self.device.move(batch, args.non_blocking_data_copy)
+            shape, new = self.run.ledger.see("train", batch)
+            if new:
+                self.throughput.edge()
+            self._cold |= new
+            with self.flops.counting(shape) if new and countable else nullcontext():
+                yield batch
+            flops = self.flops.known.get(shape)
+            self._flops = None if flops is None or self._flops is None else self._flops + flops
+
+    def backward(self, loss_sum: torch.Tensor) -> None:
+        """Backpropagate a sum of token losses, divided by the number of targets in the whole window."""
+        if self.args.pipelining_fwd_bwd:
+            self.device.step_boundary()
+        self.flops.forward_ends()
+        (loss_sum * self._scale).backward()
+        self.loss_sum += loss_sum.detach()
+        self.device.step_boundary()
+
+    def step(self, window: Window) -> None:
+        """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size."""
+        if window.targets:
+            self.grad_norm = self.clipper.clip()
+            self.optimizer.step()
+        else:
+            warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
+        self.schedule.step()
+        # Recorded graphs write into the same gradients again, so those must stay where they are.
+        self.optimizer.zero_grad(set_to_none=not self.args.use_hpu_graphs_for_training)
+        self.device.step_boundary()
+        self.step_count += 1
+        self.targets += window.targets
+        self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=self._flops)
+        self.tracker.advance(self.step_count)
+
+    def due(self, what: str) -> bool:
+        """Whether ``log``, ``eval`` or ``save`` is to happen after this step."""
+        args, last = self.args, self.step_count == self.total_steps
+        if what == "log":
+            first = self.step_count == 1 and args.logging_first_step
+            return self.step_count % args.logging_steps == 0 or last or first
+        strategy = args.eval_strategy if what == "eval" else args.save_strategy
+        every = (args.eval_steps or args.logging_steps) if what == "eval" else args.save_steps
+        if strategy == "epoch":
+            return self._epoch_ended or last
+        return strategy == "steps" and (self.step_count % every == 0 or last)
+
+    def log(self) -> None:
+        """Write one record: loss per token since the last, learning rate, norm before clipping, memory, throughput."""
+        with self.throughput.excluded("log"):
+            norm, limit, loss = float(self.grad_norm), self.args.max_grad_norm, float(self.loss_sum)
+            values = {
+                "loss": loss / max(self.targets, 1),
+                "learning_rate": self.schedule.get_last_lr()[0],
+                "grad_norm": norm,
+                "grad_clipped": int(bool(limit) and norm > limit),
+                "epoch": round(self.epoch + self.position / self.loader.windows_per_epoch, 4),
+                "samples_per_second": self.throughput.recent_rate(),
+                **self.run.memory.record(),
+            }
+            if not math.isfinite(loss):
+                warn_once(f"the loss is {loss} at step {self.step_count}; lower --learning_rate or look at the data")
+            self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + self.targets}
+            self.loss_sum.zero_()
+            self.targets = 0
+            self.tracker.log(values, self.step_count)
+            shown = {key: values[key] for key in ("loss", "learning_rate", "samples_per_second")}
+            self.tracker.advance(self.step_count, **shown, memory=values["memory_allocated (GB)"])
+
+    def evaluate(self, evaluation: Callable[[], dict[str, Any]]) -> None:
+        """Evaluate during training, outside the measured time; log it, and remember the step if it is the best."""
+        with self.throughput.excluded("eval"):
+            metrics = evaluation()
+        name = self.args.metric_for_best_model or "eval_loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise UserError(f"--metric_for_best_model: no metric {name!r}; there are: {', '.join(sorted(metrics))}")
+        greater = self.args.greater_is_better
+        sign = 1 if (greater if greater is not None else not name.endswith("loss")) else -1
+        self.tracker.log(metrics, self.step_count)
+        if not self.best or sign * metrics[name] > sign * self.best["value"]:
+            self.best = {"metric": name, "value": metrics[name], "step": self.step_count}
+
+    def finish_training(self) -> dict[str, Any]:
+        """Close the loop: the best weights if asked for, and the run's training metrics."""
+        targets = self.total["targets"] + self.targets
+        metrics = {
+            "train_loss": (self.total["loss"] + float(self.loss_sum)) / max(targets, 1),
+            "epoch": self.epoch + self.position / self.loader.windows_per_epoch,
+            "train_steps": self.step_count,
+            **self.throughput.metrics("train"),
+        }
+        if self.args.load_best_model_at_end and self.best:
+            best = self.run.output_dir / f"checkpoint-{self.best['step']}"
+            if best.is_dir():
+                checkpoint.load_model(self.model, best)
+                say(f"the weights are those of {best}: {self.best['metric']} {self.best['value']:.4f}")
+            else:
+                warn_once(f"--load_best_model_at_end: step {self.best['step']} was the best, but was not saved")
+        self.tracker.finish()
+        self.model.eval()
+        return metrics
+
+    def save(self, *companions: Any) -> None:
+        """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
+        folder = self.run.output_dir
+        with self.throughput.excluded("save"), self.run.memory.phase("save"):
+            checkpoint.save(folder, self.step_count, lambda folder: self._write(folder, companions))
+            best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
+            checkpoint.prune(folder, self.args.save_total_limit, best)
+
+    def _write(self, folder: Path, companions: tuple[Any, ...]) -> None:
+        self.run.save_model(folder, *companions)
+        state = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
+        state["since_record"] = {"loss": float(self.loss_sum), "targets": self.targets}
+        checkpoint.save_training(folder, self.optimizer, self.names, self.schedule, self.device, state)
+
+    def _load(self, folder: Path) -> None:
+        checkpoint.load_model(self.model, folder)
+        state = checkpoint.load_training(folder, self.optimizer, self.names, self.schedule, self.device)
+        differing = sorted(key for key, value in self.loader.order().items() if state["order"].get(key) != value)
+        if differing and not self.args.ignore_data_skip:
+            raise UserError(
+                f"{folder} was made with other {', '.join(differing)}, so its position in the data means other rows;"
+                " resume with the same data and batch, or pass --ignore_data_skip to go to an epoch's beginning"
+            )
+        for name in PROGRESS:
+            setattr(self, name, state[name])
+        self.position = 0 if self.args.ignore_data_skip else self.position
+        self.loss_sum.fill_(state["since_record"]["loss"])
+        self.targets = state["since_record"]["targets"]

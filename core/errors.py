@@ -1,0 +1,120 @@
+"""What every module says to the user in one way: one-line errors, one-time warnings, nearest matches, JSON files."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("gaudi_recipes")
+_warned: set[str] = set()
+
+
+class UserError(Exception):
+    """Input that the user can mend. The message is one line: it names the flag or the file, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # a quoted name or library message may bring line breaks
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that talks, from the launcher's environment (before any process group)."""
+    return int(os.environ.get("RANK") or 0) == 0
+
+
+def say(message: str) -> None:
+    """Print one line on rank 0, at once: a run that is killed later has still shown it."""
+    if is_main_process():
+        print(message, flush=True)
+
+
+def warn_once(message: str) -> None:
+    """Warn on rank 0, once per process and message: a request that cannot be met is said, not repeated."""
+    if message not in _warned and is_main_process():
+        _warned.add(message)
+        logger.warning(message)
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the nearest valid name, or an empty string if none is near."""
+    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def json_kind(value: Any) -> str:
+    """Return what JSON calls the type of ``value``, e.g. ``integer``."""
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+    return kinds.get(type(value), "null")
+
+
+def read_json_object(path: str | os.PathLike, what: str) -> dict[str, Any]:
+    """Read a file that must hold one JSON object. ``what`` names it in errors, e.g. ``"--gaudi_config"``.
+
+    Raises:
+        UserError: the file is missing, a directory, too large, not UTF-8, not JSON, repeats a key, or is no object.
+    """
+    path = Path(path)
+    if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is no name
+        raise UserError(f"{what}: {path} is {'a directory' if os.path.isdir(path) else 'not a file'}; give a JSON file")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys: set[str] = set()
+        for key, _ in pairs:
+            if key in keys:
+                raise UserError(f"{what}: {path} says {key!r} twice; keep one")
+            keys.add(key)
+        return dict(pairs)
+
+    def refuse(constant: str) -> None:
+        raise UserError(f"{what}: {path} holds {constant}, which JSON does not have; give a number or null")
+
+    try:
+        if path.stat().st_size > 4_000_000:
+            raise UserError(f"{what}: {path} has {path.stat().st_size:,} bytes; a configuration file has at most 4 MB")
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except OSError as error:
+        raise UserError(f"{what}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:  # ValueError also: an integer of thousands of digits
+        raise UserError(f"{what}: {path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{what}: {path} holds a JSON {json_kind(content)}; it must be an object {{...}}")
+    return content
+
+
+def find_shipped(name: str, folder: Path, what: str) -> Path:
+    """Return the file that ``name`` means: a path, or one that this repository ships in ``folder``.
+
+    A shipped file is meant by its bare name (``t5``) and by ``gaudi_configs/t5.json``, from any working directory;
+    a file of the user's at that path comes first.
+
+    Raises:
+        UserError: a bare name that is not shipped. A missing file is left to the reader, which names it.
+    """
+    path = Path(name)
+    if os.path.isfile(path) or (path.suffix == ".json" and path.parent != Path(folder.name)):
+        return path
+    shipped = {file.stem: file for file in folder.glob("*.json")}
+    stem = path.stem if path.suffix == ".json" else name
+    if stem not in shipped:
+        raise UserError(
+            f"{what}: no configuration {name!r}{did_you_mean(stem, shipped)}; "
+            f"give a JSON file or one of: {', '.join(sorted(shipped))}"
+        )
+    return shipped[stem]
+
+
+def exit_with_one_line(main: Callable[[], Any]) -> None:
+    """Run ``main`` as a program: a `UserError` becomes one line on stderr and exit code 2, everything else is a bug."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,154 @@
+"""Graph caching: HPU graphs, CUDA graphs, torch.compile; the ledger of batch shapes; compile counts."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.device import Device
+from core.errors import UserError, warn_once
+
+COMPILE_FLAGS = (
+    "compile_dynamic",
+    "cache_size_limit",
+    "use_regional_compilation",
+    "compile_from_sec_iteration",
+    "inline_inbuilt_nn_modules",
+    "allow_unspec_int_on_nn_module",
+    "use_compiled_autograd",
+)
+Shape = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class ShapeLedger:
+    """Which batch shapes each phase has met. A shape beyond the declared ones costs a graph, and is said.
+
+    Attributes:
+        met: per phase, how often each shape came.
+    """
+
+    def __init__(self) -> None:
+        self.met: dict[str, Counter[Shape]] = {}
+        self._declared: dict[str, set[Shape] | int] = {}
+
+    def declare(self, phase: str, number: int) -> None:
+        """Say how many shapes ``phase`` will have at most."""
+        self._declared[phase] = number
+
+    def see(self, phase: str, batch: dict[str, Any]) -> tuple[Shape, bool]:
+        """Record one batch; returns its shape, and whether this phase meets it for the first time."""
+        shape = tuple(sorted((key, tuple(value.shape)) for key, value in batch.items() if hasattr(value, "shape")))
+        met = self.met.setdefault(phase, Counter())
+        met[shape] += 1
+        new = met[shape] == 1
+        if new and len(met) > self._declared.get(phase, len(met)):
+            described = ", ".join(f"{key} {list(size)}" for key, size in shape)
+            warn_once(f"{phase}: a batch shape beyond the {self._declared[phase]} declared ones: {described}")
+        return shape, new
+
+    def report(self) -> dict[str, list[dict[str, Any]]]:
+        """Per phase, each shape with the number of its batches, for ``all_results.json``."""
+        return {
+            phase: [{"batches": count, **{key: list(size) for key, size in shape}} for shape, count in met.items()]
+            for phase, met in self.met.items()
+        }
+
+
+def check(args: Namespace, device: Device) -> None:
+    """Refuse HPU graphs where the bridge has none; say which compile options change nothing.
+
+    Raises:
+        UserError: HPU graphs are asked for on a Gaudi outside lazy mode, or together with torch.compile; or
+            torch.compile does not know the backend or the mode.
+    """
+    for name in ("use_hpu_graphs_for_training", "use_hpu_graphs_for_inference"):
+        if not getattr(args, name):
+            continue
+        if device.mode == "compile":
+            raise UserError(f"--{name} and --execution_mode compile exclude each other; give one")
+        if device.has_habana_kernels and not device.has_hpu_graphs:
+            raise UserError(f"--{name} needs --execution_mode lazy: a Gaudi records graphs in lazy mode only")
+        if not device.has_hpu_graphs and not device.has_cuda_graphs:
+            warn_once(f"--{name} has no effect on {device.name}: it has no graphs to record")
+    if device.mode != "compile":
+        for name in COMPILE_FLAGS:
+            if getattr(args, name):
+                warn_once(f"--{name} has no effect in {device.mode} mode; it is an option of --execution_mode compile")
+    elif (options := compile_options(args, device))["backend"] != "hpu_backend":  # that one is made for this bridge
+        try:
+            torch.compile(nn.Identity(), **options)  # looks both up, and compiles when it is called: never
+        except RuntimeError as error:
+            raise UserError(f"--torch_compile_backend, --torch_compile_mode: {error}") from None
+
+
+def compile_options(args: Namespace, device: Device) -> dict[str, Any]:
+    """What torch.compile is told. Habana's backend, which published commands name, is the usual one elsewhere."""
+    backend = args.torch_compile_backend or device.compile_backend
+    if backend == "hpu_backend" and not device.has_habana_kernels:
+        backend = device.compile_backend
+        warn_once(f"--torch_compile_backend hpu_backend is a Gaudi's own; {device.name} uses {backend}")
+    mode = {"mode": args.torch_compile_mode} if args.torch_compile_mode else {}
+    return {"backend": backend, "dynamic": args.compile_dynamic, **mode}
+
+
+def compile_in_place(model: nn.Module, args: Namespace, device: Device) -> None:
+    """Compile the model's forward, or its repeated blocks one by one. Names of parameters stay as they are."""
+    config = torch._dynamo.config
+    if args.cache_size_limit:
+        config.cache_size_limit = args.cache_size_limit
+    for name in ("inline_inbuilt_nn_modules", "allow_unspec_int_on_nn_module"):
+        if getattr(args, name) is not None:
+            setattr(config, name, getattr(args, name))
+    if args.use_compiled_autograd:
+        config.compiled_autograd = True
+    options = compile_options(args, device)
+    for module in repeated_blocks(model) if args.use_regional_compilation else [model]:
+        module.compile(**options)
+
+
+def repeated_blocks(model: nn.Module) -> Iterable[nn.Module]:
+    """The entries of every list of modules of one class; the model itself if it has no such list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    blocks = [block for blocks in lists if len({type(block) for block in blocks}) == 1 for block in blocks]
+    return blocks or [model]
+
+
+def apply_mode(model: nn.Module, args: Namespace, device: Device) -> None:
+    """Apply the execution mode, and ``--use_hpu_graphs_for_training`` if the run trains, to a placed model."""
+    record = args.use_hpu_graphs_for_training and args.do_train
+    if device.mode == "compile":
+        compile_in_place(model, args, device)
+    elif record and device.has_hpu_graphs:
+        device.bridge("hpu").ModuleCacher()(model=model, inplace=True)
+    elif record and device.has_cuda_graphs:
+        model.compile(mode="reduce-overhead")
+
+
+def cache_inference_graphs(model: nn.Module, args: Namespace, device: Device) -> nn.Module:
+    """Apply ``--use_hpu_graphs_for_inference``: the same object or a wrapper with the same weights and methods.
+
+    Only for evaluation: recording detaches gradients.
+    """
+    if not args.use_hpu_graphs_for_inference:
+        return model
+    if device.has_hpu_graphs:
+        options = {"disable_tensor_cache": args.disable_tensor_cache_hpu_graphs}
+        if args.max_hpu_graphs is not None:
+            options["max_graphs"] = args.max_hpu_graphs
+        return device.bridge("hpu").wrap_in_hpu_graph(model, **options)
+    if device.has_cuda_graphs:
+        model.compile(mode="reduce-overhead")
+    return model
+
+
+def compile_count(device: Device) -> int | None:
+    """Graphs compiled so far, by the bridge or by torch.compile; None where nothing compiles."""
+    if device.mode == "compile" and "torch._dynamo.utils" in sys.modules:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return device.graph_compilations()

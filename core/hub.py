@@ -1,0 +1,127 @@
+"""Named models and data: from the hub, which is said to be out of reach within two seconds, and from files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.arguments import flag
+from core.errors import UserError, warn_once
+
+SECONDS = 1.8
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass
+class HubArguments:
+    """Where named models and data come from."""
+
+    _argument_group_name = "hub"
+    cache_dir: str | None = flag(None, "where downloads are kept")
+    model_revision: str = flag("main", "branch, tag or commit of the model")
+    token: str | None = flag(None, "access token (default: the one stored by hf auth login)")
+    trust_remote_code: bool = flag(False, "run code that the model's repository brings")
+
+
+def is_local(name: str | None) -> bool:
+    """Whether ``name`` is a path on this machine (or None), so that no hub is needed for it."""
+    return name is None or os.path.exists(name)
+
+
+def go_offline_if_unreachable(*names: str | None) -> bool:
+    """Look for the hub if one of ``names`` needs it; without an answer, switch the libraries to their caches.
+
+    Returns:
+        True if the libraries may use the network (or none of the names needs it).
+    """
+    if all(is_local(name) for name in names):
+        return True
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # whichever client the hub's library brings has its own kinds
+            session.head(constants.ENDPOINT, timeout=SECONDS)
+            answered.set()
+
+    # In a thread: a name server that drops packets blocks the look-up itself, which no client's timeout covers.
+    session = get_session()  # here, so that a slow import is not taken for a hub that does not answer
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if answered.is_set():
+        return True
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_EVALUATE_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True  # read at import, which has happened
+    warn_once(f"{constants.ENDPOINT} does not answer within {SECONDS} s: only cached models and data sets are found")
+    return False
+
+
+@contextmanager
+def loading(what: str, *names: str | None) -> Iterator[None]:
+    """Look for the hub if one of ``names`` needs it; what goes wrong in the block becomes one line about ``what``.
+
+    Raises:
+        UserError: the block raised anything: the libraries have many kinds of errors for a name that does not exist,
+            a hub that does not answer and a file that is broken.
+    """
+    online = go_offline_if_unreachable(*names)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        hint = "" if online else "; the hub was not reachable, and it is not in the cache"
+        raise UserError(f"{what} cannot be loaded: {reason}{hint}") from error
+
+
+def model_options(args: Namespace) -> dict[str, Any]:
+    """What every ``from_pretrained`` is told: cache, revision, token, and whether the repository's code may run."""
+    names = {"cache_dir": "cache_dir", "revision": "model_revision", "token": "token"}
+    return {key: getattr(args, name) for key, name in names.items()} | {"trust_remote_code": args.trust_remote_code}
+
+
+def load_splits(args: Namespace, files: dict[str, str | None]) -> dict[str, Any]:
+    """Load ``args.dataset_name``, a hub's data set or a folder, or one file per split.
+
+    Args:
+        args: with ``dataset_name``, ``dataset_config_name``, ``cache_dir`` and ``token``.
+        files: path by split; None where a split has none.
+
+    Returns:
+        ``datasets.Dataset`` by split.
+
+    Raises:
+        UserError: a file is missing, empty or broken, or the data set cannot be had.
+    """
+    name, cache = args.dataset_name, args.cache_dir
+    files = {split: path for split, path in files.items() if path}
+    if name and files:
+        raise UserError(f"--dataset_name {name} and --{next(iter(files))}_file exclude each other; give one")
+    for split, path in files.items():
+        if not Path(path).is_file() or Path(path).stat().st_size == 0:
+            raise UserError(f"--{split}_file: {path} {'is empty' if Path(path).is_file() else 'does not exist'}")
+        if Path(path).suffix not in READERS:
+            raise UserError(f"--{split}_file: {path} must end in {', '.join(READERS)}")
+    from datasets import load_dataset
+
+    if name:
+        with loading(f"--dataset_name {name}", name):
+            return dict(load_dataset(name, args.dataset_config_name, cache_dir=cache, token=args.token))
+    splits = {}
+    for split, path in files.items():
+        with loading(f"--{split}_file: {path}"):
+            splits[split] = load_dataset(READERS[Path(path).suffix], data_files={split: path}, cache_dir=cache)[split]
+    return splits

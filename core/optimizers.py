@@ -1,0 +1,288 @@
+"""AdamW, LAMB, Adafactor and SGD, their schedules and gradient clipping; fused where the device has it."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.device import Device
+from core.errors import UserError, did_you_mean, warn_once
+from core.gaudi_config import GaudiConfig
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB: Adam's direction, rescaled per tensor by the ratio of weight norm to update norm.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020, algorithm 2,
+    with bias correction. The ratio is 1 where either norm is 0 and for groups without weight decay, as in the paper's
+    own training of BERT (biases and norms).
+    """
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-6, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                step = state["step"].item()  # kept on the host: reading it waits for no device
+                mean = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                square = state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+                update = (mean / (1 - beta1**step)).div_(denominator)
+                if group["weight_decay"]:
+                    update.add_(parameter, alpha=group["weight_decay"])
+                    weight_norm, update_norm = parameter.norm(), update.norm()
+                    usable = (weight_norm > 0) & (update_norm > 0)
+                    update.mul_(torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm)))
+                parameter.add_(update, alpha=-group["lr"])
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split trainable parameters into those with decay and those without (biases, norms). No group is empty.
+
+    Raises:
+        UserError: nothing is trainable.
+    """
+    norms = tuple(kind for name, kind in vars(nn).items() if isinstance(kind, type) and "Norm" in name)
+    undecayed = {
+        id(parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "bias" in f"{path}.{name}" or isinstance(module, norms) or "norm" in type(module).__name__.lower()
+    }
+    decayed, rest = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (rest if id(parameter) in undecayed else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise UserError("the model has no trainable parameter")
+    return groups
+
+
+def parse_optim_args(text: str | None, known: Iterable[str]) -> dict[str, Any]:
+    """Parse ``key=value,key=value``; values are True, False, None, numbers or words.
+
+    Raises:
+        UserError: a part without ``=``, or a key that the optimiser does not have.
+    """
+    options: dict[str, Any] = {}
+    known = list(known)
+    for part in filter(None, (text or "").replace(" ", "").split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            hint = did_you_mean(key, known) or f"; it has: {', '.join(known)}"
+            problem = f"the optimiser has no such option{hint}" if equals else "write key=value"
+            raise UserError(f"--optim_args {part}: {problem}")
+        words = {"true": True, "false": False, "none": None}
+        try:
+            options[key] = words[value.lower()] if value.lower() in words else float(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def create_optimizer(
+    model: nn.Module, args: Namespace, gaudi_config: GaudiConfig, device: Device
+) -> torch.optim.Optimizer:
+    """Build the optimiser of ``--optim`` over the model's trainable parameters.
+
+    AdamW and LAMB take Habana's fused kernels on a Gaudi, AdamW torch's fused kernel elsewhere, if the Gaudi
+    configuration says ``use_fused_adam`` (or ``--optim adamw_torch_fused``). Epsilon, betas and decay are always
+    passed: the implementations' own defaults differ.
+
+    Raises:
+        UserError: fused AdamW is asked for together with DeepSpeed, or an option does not exist.
+    """
+    fused = gaudi_config.use_fused_adam or args.optim == "adamw_torch_fused"
+    if fused and args.deepspeed:
+        raise UserError("use_fused_adam and --deepspeed do not work together; set use_fused_adam to false")
+    if gaudi_config.use_fused_adam and not args.optim.startswith("adamw"):
+        warn_once(f"the Gaudi configuration's use_fused_adam has no effect with --optim {args.optim}")
+    groups = parameter_groups(model, args.weight_decay)
+    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optim == "adafactor":
+        from transformers.optimization import Adafactor
+
+        known = ["clip_threshold", "decay_rate", "beta1", "scale_parameter"]
+        fixed = {"lr": args.learning_rate, "scale_parameter": False, "relative_step": False, "warmup_init": False}
+        return _at_construction(Adafactor, groups, **{**fixed, **parse_optim_args(args.optim_args, known)})
+    if args.optim == "sgd":
+        options = parse_optim_args(args.optim_args, ["momentum", "nesterov", "dampening"])
+        return _at_construction(torch.optim.SGD, groups, lr=args.learning_rate, **options)
+    if args.optim == "lamb":
+        parse_optim_args(args.optim_args, [])
+        if device.has_habana_kernels:
+            # Its own clipping is off: by default it would clip at 1.0, whatever --max_grad_norm says.
+            return device.bridge("hpex.optimizers").FusedLamb(groups, **adam, max_grad_norm=None)
+        return Lamb(groups, **adam)
+    if fused and device.has_habana_kernels:
+        parse_optim_args(args.optim_args, [])
+        return device.bridge("hpex.optimizers").FusedAdamW(groups, **adam)
+    options = parse_optim_args(args.optim_args, ["amsgrad", "foreach", "capturable"])
+    return _at_construction(torch.optim.AdamW, groups, **adam, **({"fused": True} if fused else {}), **options)
+
+
+def _at_construction(build: Callable[..., torch.optim.Optimizer], *args: Any, **options: Any) -> torch.optim.Optimizer:
+    """Build an optimiser; what it says against its options becomes a `UserError`."""
+    try:
+        return build(*args, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"--optim_args: {error}") from None
+
+
+def create_schedule(
+    optimizer: torch.optim.Optimizer, args: Namespace, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Build the learning-rate schedule; warm-up and total are counted in optimiser steps.
+
+    Raises:
+        UserError: transformers has no schedule of this name, or the schedule needs options that no flag gives.
+    """
+    from transformers import SchedulerType, get_scheduler
+
+    names = [kind.value for kind in SchedulerType]
+    if args.lr_scheduler_type not in names:
+        hint = did_you_mean(args.lr_scheduler_type, names) or f"; one of: {', '.join(names)}"
+        raise UserError(f"--lr_scheduler_type: no schedule {args.lr_scheduler_type!r}{hint}")
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+    if warmup and args.lr_scheduler_type == "constant":
+        warn_once("--lr_scheduler_type constant has no warm-up; constant_with_warmup has")
+    try:
+        schedule = get_scheduler(
+            args.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps
+        )
+        if "metrics" in signature(schedule.step).parameters:
+            raise ValueError("it steps by a metric, not by the optimiser's steps")
+        return schedule
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type} cannot be used here: {error}") from None
+
+
+class Clipper:
+    """Clips the gradients' L2 norm, and tells the norm before clipping.
+
+    Habana's fused clip on a Gaudi if the configuration says ``use_fused_clip_norm``, torch's multi-tensor one
+    elsewhere. 0 or None means off: the norm is still measured, nothing is scaled.
+    """
+
+    def __init__(self, model: nn.Module, max_norm: float | None, gaudi_config: GaudiConfig, device: Device) -> None:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.max_norm = max_norm or 0.0
+        self.fused = None
+        if self.max_norm and gaudi_config.use_fused_clip_norm and device.has_habana_kernels:
+            fused = device.bridge("hpex.normalization").FusedClipNorm
+            self.fused = fused(self.parameters, self.max_norm)  # the limit is fixed when it is made
+
+    def clip(self) -> torch.Tensor:
+        """Clip in place; returns the norm before clipping, a scalar tensor on the device."""
+        if self.fused is not None:
+            return self.fused.clip_norm(self.parameters)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.max_norm:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, norm)
+        return norm
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Return the optimiser's state as tensors named ``<parameter>/<key>``, the same for fused and plain kernels.
+
+    Habana's kernels count steps per group, torch's per parameter: the count is stored per parameter.
+
+    Args:
+        optimizer: any of `create_optimizer`.
+        names: the parameters' names by ``id``.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            if state and "step" in group:
+                state["step"] = group["step"]
+            for key, value in state.items():
+                if value is not None:
+                    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                    named[f"{names[id(parameter)]}/{key}"] = tensor.detach()
+    return named
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], named: Mapping[str, torch.Tensor], saved_family: str
+) -> None:
+    """Put back what `named_state` returned, converting the step count between fused and plain kernels.
+
+    Args:
+        optimizer: any of `create_optimizer`, of the same family as the saved one.
+        names: the parameters' names by ``id``.
+        named: the saved tensors.
+        saved_family: `family` of the optimiser that was saved.
+
+    Raises:
+        UserError: the state belongs to another family, or parameters of one group of a kernel that counts steps per
+            group have different counts (the conversion would change their bias correction).
+    """
+    if saved_family != family(optimizer):
+        raise UserError(
+            f"the checkpoint has a state of {saved_family}, --optim is {family(optimizer)}; resume with the same"
+        )
+    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in named.items():
+        parameter, _, key = name.rpartition("/")
+        by_parameter.setdefault(parameter, {})[key] = tensor
+    for group in optimizer.param_groups:
+        steps = set()
+        for parameter in group["params"]:
+            state: dict[str, Any] = dict(by_parameter.get(names[id(parameter)], {}))
+            if not state:
+                optimizer.state.pop(parameter, None)
+                continue
+            step = state.pop("step", None)
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+            if step is not None and _counts_per_group(optimizer):
+                steps.add(int(step.item()))
+            elif step is not None:
+                optimizer.state[parameter]["step"] = _step_as_kept(optimizer, group, step, parameter)
+        if len(steps) > 1:
+            raise UserError(
+                f"the checkpoint's step counts {sorted(steps)} differ in a group; set use_fused_adam to false"
+            )
+        if steps:
+            group["step"] = steps.pop()
+
+
+def family(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the algorithm, whichever kernel runs it: state moves within a family only."""
+    return type(optimizer).__name__.lower().removeprefix("fused")
+
+
+def _counts_per_group(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__name__.startswith("Fused")
+
+
+def _step_as_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: torch.Tensor, parameter: Any) -> Any:
+    """Torch's kernels keep a count as fp32, beside the parameter if they read it there; Adafactor as an int."""
+    if family(optimizer) == "adafactor":
+        return int(step.item())
+    on_device = group.get("fused") or group.get("capturable")
+    return step.to(device=parameter.device if on_device else "cpu", dtype=torch.float32).clone()

@@ -1,0 +1,109 @@
+"""Small real models and data that the tests build once: nothing is fetched, nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any of the libraries reads it
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the recorded numbers are the CPU's
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rebase", action="store_true", help="rewrite the recorded losses with those of this machine")
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Import ``recipes/<name>/run.py`` as a module of its own."""
+    path = REPOSITORY / "recipes" / name / "run.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def summarization() -> ModuleType:
+    return load_recipe("summarization")
+
+
+def pairs(count: int, seed: int = 0, longest: int = 30) -> list[dict[str, str]]:
+    """Texts of random words of 3 to ``longest`` words; the summary is their first words, of 1 to 8."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        words = draw.choices(WORDS, k=draw.randint(3, longest))
+        rows.append({"text": " ".join(words), "summary": " ".join(words[: draw.randint(1, 8)])})
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def build_tokenizer(folder: Path) -> None:
+    """A word-level tokenizer over `WORDS`, with the end token that sequence-to-sequence models expect."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS, ":", "summarize"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved T5 of two layers with dropout and tied embeddings."""
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    folder = tmp_path_factory.mktemp("tiny_t5")
+    build_tokenizer(folder)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    T5ForConditionalGeneration(T5Config(**sizes, **special, dropout_rate=0.1)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved BART of one layer each."""
+    import torch
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    folder = tmp_path_factory.mktemp("tiny_bart")
+    build_tokenizer(folder)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    special = {"decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    special["forced_eos_token_id"] = 1
+    BartForConditionalGeneration(BartConfig(**sizes, **heads, **special)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Flags that name three files of pairs: 26 for training, 13 for validation, 11 for test."""
+    folder = tmp_path_factory.mktemp("pairs")
+    sizes = {"train": 26, "validation": 13, "test": 11}
+    return {
+        f"--{split}_file": str(write_jsonl(folder / f"{split}.jsonl", pairs(count, seed)))
+        for seed, (split, count) in enumerate(sizes.items())
+    }

@@ -1,0 +1,400 @@
+"""Strict flags, run files and their precedence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core import arguments, errors
+from core.arguments import COUNTS, NO_EFFECT, REFUSED, SHARED_GROUPS, SHARES, UNSET_BELOW_ZERO, flag, parse_arguments
+from core.errors import UserError
+
+SHARED = {f.name: f for group in SHARED_GROUPS for f in fields(group)}
+KINDS = {name: kind for group in SHARED_GROUPS for name, kind in get_type_hints(group).items()}
+
+
+@dataclass
+class OwnArguments:
+    """A recipe's own flags."""
+
+    _argument_group_name = "own"
+    data: str | None = flag(None, "where the rows are")
+    width: int = flag(4, "columns", aliases=["--columns"])
+
+
+def parse(*argv: str, **options):
+    return parse_arguments(list(argv), OwnArguments, description="What it does.", **options)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(errors, "_warned", set())
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(content: object, name: str = "run.json") -> str:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# ----------------------------------------------------------------------------------------------------------- flags
+
+
+def test_no_flags_is_a_valid_command():
+    args = parse()
+    assert (args.seed, args.report_to, args.config, args.width) == (42, ["all"], None, 4)
+    assert args.run_file == {"description": "", "command": "", "args": {}, "published": [], "caveats": []}
+
+
+def test_default_lists_are_not_shared():
+    parse().report_to.append("x")
+    assert parse().report_to == ["all"]
+
+
+def test_without_argv_those_of_the_process_count(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "7"])
+    assert parse_arguments(None, description="").seed == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--use_laz"], "unknown flag --use_laz (did you mean '--use_lazy_mode'?); --help lists all flags"),
+        (["--max_step", "3"], "unknown flag --max_step (did you mean '--max_steps'?); --help lists all flags"),
+        (["--max_step=3"], "unknown flag --max_step (did you mean '--max_steps'?); --help lists all flags"),
+        (["--widht", "3"], "unknown flag --widht (did you mean '--width'?); --help lists all flags"),
+        (["--qqqqqqqqqq"], "unknown flag --qqqqqqqqqq; --help lists all flags"),
+        (["-s", "1"], "unknown flag -s; --help lists all flags"),
+        (["stray"], "a value without a flag: stray; --help lists all flags"),
+        (["--seed", "1", "2"], "a value without a flag: 2; --help lists all flags"),
+        (["--seed"], "--seed: expected one argument"),
+        (["--seed", "1.5"], "--seed: invalid int value: '1.5'"),
+        (["--do_train", "maybe"], "--do_train: Truthy value expected"),
+        (["--optim", "adam"], "--optim: invalid choice: 'adam' (choose from "),
+        (["--evaluation_strategy", "never"], "--eval_strategy: invalid choice: 'never' (choose from "),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_the_nearest_flag(argv, message):
+    with pytest.raises(UserError) as error:
+        parse(*argv)
+    assert str(error.value).startswith(message)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], None),
+        (["--use_lazy_mode"], True),
+        (["--use_lazy_mode", "True"], True),
+        (["--use_lazy_mode", "False"], False),
+        (["--use_lazy_mode=false"], False),
+        (["--use_lazy_mode", "--do_train"], True),
+    ],
+)
+def test_a_switch_has_three_states(argv, value):
+    assert parse(*argv).use_lazy_mode is value
+
+
+def test_bare_and_negative_forms():
+    assert parse("--resume_from_checkpoint").resume_from_checkpoint == "auto"
+    assert parse("--resume_from_checkpoint", "x").resume_from_checkpoint == "x"
+    assert parse("--no_use_cache").use_cache is False
+    assert parse("--report_to", "a", "b").report_to == ["a", "b"]
+    assert parse("--per-device-train-batch-size", "3").per_device_train_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--gaudi_config_name", "Habana/t5"], "gaudi_config", "Habana/t5"),
+        (["--evaluation_strategy", "epoch"], "eval_strategy", "epoch"),
+        (["--no_cuda"], "use_cpu", True),
+        (["--columns", "9"], "width", 9),
+    ],
+)
+def test_aliases(argv, name, value):
+    assert getattr(parse(*argv), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--gaudi_config", "t5", "--gaudi_config_name", "bart"],
+            "--gaudi_config (t5) and --gaudi_config_name (bart) contradict each other; give one of them",
+        ),
+        (["--gaudi_config=t5", "--seed", "1", "--gaudi_config_name=bart"], "--gaudi_config (t5) and --gaudi_config_n"),
+        (["--no_cuda", "False", "--use_cpu"], "--no_cuda (False) and --use_cpu (True)"),
+        (["--no_use_cache", "--use_cache"], "--no_use_cache (False) and --use_cache (True)"),
+        (["--width", "3", "--columns", "4"], "--width (3) and --columns (4)"),
+    ],
+)
+def test_one_flag_under_two_names_with_two_values(argv, message):
+    with pytest.raises(UserError) as error:
+        parse(*argv)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--gaudi_config", "t5", "--gaudi_config_name", "t5"], "gaudi_config", "t5"),
+        (["--use_cpu", "--no_cuda", "--do_train"], "use_cpu", True),
+        (["--use_cpu", "--no_cuda", "true"], "use_cpu", True),
+        (["--use_cache", "False", "--no_use_cache"], "use_cache", False),
+        (["--width", "3", "--columns=3"], "width", 3),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+    ],
+)
+def test_one_flag_under_two_names_with_one_value(argv, name, value):
+    assert getattr(parse(*argv), name) == value
+
+
+# -------------------------------------------------------------------------------------------------------- run files
+
+
+def test_precedence_is_default_then_run_file_then_flag(run_file):
+    path = run_file({"args": {"seed": 1, "max_steps": 5, "report_to": ["none"], "gaudi_config": "t5", "width": 8}})
+    args = parse("--config", path, "--seed", "2", "--gaudi_config_name", "bart")
+    assert (args.logging_steps, args.max_steps, args.seed) == (500, 5, 2)
+    assert (args.gaudi_config, args.report_to, args.width, args.config) == ("bart", ["none"], 8, path)
+    assert parse("--report_to", "all", "--config", path).report_to == ["all"]
+
+
+def test_run_file_values_mean_what_flags_mean(run_file):
+    values = {"do_train": True, "use_lazy_mode": False, "learning_rate": 1e-8, "run_name": "--a b", "data": None}
+    args = parse("--config", run_file({"args": values}))
+    assert {name: getattr(args, name) for name in values} == values
+
+
+def test_the_whole_run_file_is_handed_on(run_file):
+    content = {"description": "d", "command": "c", "args": {}, "published": [{"metric": "m"}], "caveats": ["x"]}
+    assert parse("--config", run_file(content)).run_file == content
+
+
+def test_a_built_in_run_file_applies_unless_something_is_named(run_file):
+    built_in = (Path(run_file({"args": {"width": 8}}, "built_in.json")), ("data",))
+    other = run_file({"args": {"width": 6}})
+    assert parse(built_in=built_in).width == 8
+    assert parse("--width", "9", built_in=built_in).width == 9
+    assert parse("--data", "x", built_in=built_in).width == 4
+    assert parse("--config", other, built_in=built_in).width == 6
+
+
+BAD_RUN_FILES = {
+    "unknown key": ({"arg": {}}, "unknown key 'arg' (did you mean 'args'?)"),
+    "unknown flag": ({"args": {"sed": 1}}, "unknown flag --sed (did you mean '--seed'?)"),
+    "wrong value": ({"args": {"seed": "x"}}, "--seed: invalid int value: 'x'"),
+    "number with fraction": ({"args": {"seed": 8.0}}, "--seed: invalid int value: '8.0'"),
+    "two names": ({"args": {"width": 1, "columns": 2}}, "--width (1) and --columns (2) contradict each other"),
+    "args no object": ({"args": [1]}, "'args' must be a JSON object"),
+    "published no array": ({"published": {}}, "'published' must be a JSON array"),
+    "description no string": ({"description": None}, "'description' must be a JSON string"),
+    "an array": ([1], "holds a JSON array"),
+    "a key twice": ('{"args": {"seed": 1, "seed": 2}}', "says 'seed' twice"),
+    "nested object": ({"args": {"data": {"a": 1}}}, "--data: {'a': 1} is no value of a flag"),
+    "nested array": ({"args": {"report_to": [["a"]]}}, "is no value of a flag"),
+    "a flag in a list": ({"args": {"report_to": ["a", "--do_train"]}}, "is no value of a flag"),
+    "help in a list": ({"args": {"report_to": ["a", "-h"]}}, "is no value of a flag"),
+    "a value in a name": ({"args": {"data=x": "y"}}, "'data=x' is no flag that a run file can set"),
+    "another run file": ({"args": {"config": "x.json"}}, "'config' is no flag that a run file can set"),
+    "help": ({"args": {"help": []}}, "'help' is no flag that a run file can set"),
+    "empty name": ({"args": {"": 1}}, "'' is no flag that a run file can set"),
+    "empty list": ({"args": {"report_to": []}}, "--report_to: expected at least one argument"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUN_FILES)
+def test_bad_run_files(run_file, case):
+    content, message = BAD_RUN_FILES[case]
+    path = run_file(content)
+    with pytest.raises(UserError) as error:
+        parse("--config", path)
+    assert message in str(error.value)
+    assert str(error.value).startswith("--config")
+    assert path in str(error.value)
+
+
+def test_run_files_that_are_none(tmp_path):
+    (tmp_path / "latin.json").write_bytes('{"description": "ü"}'.encode("latin-1"))
+    for name, reason in (("gone.json", "not a file"), (".", "a directory"), ("latin.json", "not UTF-8")):
+        with pytest.raises(UserError, match=reason):
+            parse("--config", str(tmp_path / name))
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_flag_without_effect_says_so_once(name, caplog):
+    kind = KINDS[name]
+    value = "fast_ddp" if name == "distribution_strategy" else "True" if kind is bool else "7"
+    for _ in range(2):
+        parse(f"--{name}", value)
+    assert caplog.messages == [f"--{name} has no effect here: {NO_EFFECT[name]}"]
+
+
+def test_flags_with_an_effect_are_silent(caplog):
+    parse("--seed", "1", "--do_train", "--bf16", "--ddp_timeout", str(SHARED["ddp_timeout"].default))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_flags_say_what_to_use(name):
+    value = "True" if KINDS[name] is bool else "2"
+    with pytest.raises(UserError, match=f"--{name}: ") as error:
+        parse(f"--{name}", value)
+    assert REFUSED[name] in str(error.value)
+
+
+NUMBERS = [name for name, kind in KINDS.items() if kind in (int, float, int | None)]
+NUMBERS = [name for name in NUMBERS if name not in (*UNSET_BELOW_ZERO, *REFUSED)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_ranges(name):
+    least = 1 if name in COUNTS else 0
+    bad = [str(least - 1)] + (["1"] if name in SHARES else [])
+    bad += ["nan", "inf", "-0.5"] if KINDS[name] is float else []
+    for value in bad:
+        with pytest.raises(UserError, match=f"--{name} must be at least {least} and below"):
+            parse(f"--{name}", value)
+    good = "0.5" if name in SHARES else "1"
+    assert getattr(parse(f"--{name}", good, "--use_hpu_graphs"), name) == float(good)
+
+
+def test_tables_name_flags_that_exist():
+    for table in (NO_EFFECT, REFUSED, COUNTS, SHARES, UNSET_BELOW_ZERO):
+        assert set(table) <= set(SHARED)
+    assert len(NUMBERS) > 25
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(UserError) as error:
+        parse("--fp16", "--seed", "-1", "--save_steps", "0", "--warmup_steps", "1", "--warmup_ratio", "0.1")
+    assert str(error.value).split("; ") == [
+        "--fp16: Gaudi trains in bf16",
+        "use --bf16",
+        "--seed must be at least 0 and below inf, not -1",
+        "--save_steps must be at least 1 and below inf, not 0",
+        "--warmup_steps 1 and --warmup_ratio 0.1: give one of them",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max_steps", "0"], "would train nothing"),
+        (["--num_train_epochs", "0"], "would train nothing"),
+        (
+            ["--load_best_model_at_end", "--eval_strategy", "epoch", "--save_strategy", "no"],
+            "needs --eval_strategy",
+        ),
+        (["--load_best_model_at_end"], "needs --eval_strategy and --save_strategy"),
+        (["--max_hpu_graphs", "3"], "--max_hpu_graphs needs --use_hpu_graphs_for_inference"),
+        (["--disable_tensor_cache_hpu_graphs"], "--disable_tensor_cache_hpu_graphs needs --use_hpu_graphs_for_infer"),
+    ],
+)
+def test_combinations_that_cannot_work(argv, message):
+    with pytest.raises(UserError, match=message):
+        parse(*argv)
+
+
+def test_combinations_that_do_work():
+    assert parse("--max_steps", "5", "--num_train_epochs", "0").max_steps == 5
+    assert parse("--load_best_model_at_end", "--eval_strategy", "epoch").load_best_model_at_end
+    for old in ("--use_hpu_graphs", "--use_hpu_graphs_for_inference", "--use_hpu_graphs_for_training"):
+        assert parse(old, "--max_hpu_graphs", "3").max_hpu_graphs == 3
+    args = parse("--use_hpu_graphs")
+    assert (args.use_hpu_graphs_for_training, args.use_hpu_graphs_for_inference) == (True, True)
+    args = parse("--use_hpu_graphs_for_inference")
+    assert (args.use_hpu_graphs_for_training, args.use_hpu_graphs_for_inference) == (False, True)
+
+
+# ------------------------------------------------------------------------------------------------------------- help
+
+
+def test_every_flag_has_help_and_a_group():
+    parser = arguments.StrictParser((OwnArguments, *SHARED_GROUPS), "d")
+    grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
+    assert {action.dest for action in grouped} == {*SHARED, "data", "width"}
+    assert [action.dest for action in grouped if not (action.help or "").strip()] == []
+    assert {action.dest for action in parser._actions} - {action.dest for action in grouped} == {"help"}
+
+
+def test_help_is_a_short_usage_the_description_and_groups(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert text.startswith("usage: run.py [flags]\n\nWhat it does.\n")
+    assert text.index("\nown:") < text.index("\nrun: ") < text.index("\ntraining: ") < text.index("\ndevice: ")
+
+
+def test_flags_are_read_before_torch_is_loaded():
+    """The execution mode has to be decided before torch loads the bridge; and --help answers at once."""
+    code = "import sys, core.arguments, core.deepspeed_config, core.results; sys.exit('torch' in sys.modules)"
+    root = Path(arguments.__file__).resolve().parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzz
+
+OPTIONS = sorted(arguments.StrictParser((OwnArguments, *SHARED_GROUPS), "d")._option_string_actions)
+VALUES = st.sampled_from(["", "0", "-1", "1", "0.5", "1e400", "nan", "True", "False", "x", "--", "-", "=", "[1]", "{}"])
+TOKENS = st.one_of(
+    st.sampled_from(OPTIONS), st.builds("{}={}".format, st.sampled_from(OPTIONS), VALUES), VALUES, st.text(max_size=8)
+)
+
+
+@settings(deadline=None)
+@given(argv=st.lists(TOKENS, max_size=8))
+def test_no_command_line_escapes_as_another_error(argv):
+    try:
+        assert parse(*argv).run_file is not None
+    except UserError as error:
+        said = str(error)
+    except SystemExit as stop:
+        said = f"help {stop.code}"
+        assert stop.code in (0, None)  # noqa: PT017
+    else:
+        return
+    assert said
+    assert len(said.splitlines()) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([*SHARED, "data", "width", "columns", "config", "help", "no_use_cache"]) | st.text(max_size=6)
+KEYS = st.sampled_from(["args", "published", "caveats", "description", "command"]) | st.text(max_size=4)
+
+
+@settings(deadline=None)
+@given(content=st.dictionaries(NAMES, JSON, max_size=4).map(lambda args: {"args": args}) | st.dictionaries(KEYS, JSON))
+def test_no_run_file_escapes_as_another_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "fuzz_run.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        assert parse("--config", str(path)).config == str(path)
+    except UserError as error:
+        said = str(error)
+    else:
+        return
+    assert len(said.splitlines()) == 1

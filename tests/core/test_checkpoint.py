@@ -1,0 +1,215 @@
+"""Complete or absent: killed in the middle, full disk, altered files; weights and state bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core import checkpoint
+from core.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_two(folder: Path) -> None:
+    (folder / "a.txt").write_text("first")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.txt").write_text("second")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("view", torch.arange(1000.0)[:3])
+
+
+def test_a_saved_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, 7, write_two)
+    assert folder == tmp_path / "checkpoint-7"
+    assert checkpoint.problem(folder) is None
+    assert checkpoint.find("auto", tmp_path) == folder
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-7"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "alter", "remove", "marker"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = checkpoint.save(tmp_path, 5, write_two), checkpoint.save(tmp_path, 10, write_two)
+    victim = bad / (checkpoint.MARKER if damage == "marker" else "sub/b.txt")
+    if damage == "truncate":
+        victim.write_text("sec")
+    elif damage == "alter":
+        victim.write_text("sEcond")
+    else:
+        victim.unlink()
+    assert checkpoint.find("auto", tmp_path) == good
+    assert victim.name in caplog.text
+    with pytest.raises(UserError, match=victim.name.replace(".", r"\.")):
+        checkpoint.find(str(bad), tmp_path)
+
+
+def test_newest_is_by_number_not_by_name_or_age(tmp_path: Path) -> None:
+    for step in (100, 9, 20):
+        checkpoint.save(tmp_path, step, write_two)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert checkpoint.find("auto", tmp_path).name == "checkpoint-100"
+    assert checkpoint.find(str(tmp_path), tmp_path / "elsewhere").name == "checkpoint-100"
+
+
+def test_nothing_to_resume_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint.find("auto", tmp_path) is None
+    assert "starts at the beginning" in capsys.readouterr().out
+    assert checkpoint.find(None, tmp_path) is None
+    with pytest.raises(UserError, match="no folder"):
+        checkpoint.find(str(tmp_path / "absent"), tmp_path)
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 3, write_two)
+    folder = checkpoint.save(tmp_path, 3, lambda folder: (folder / "c.txt").write_text("new") and None)
+    assert sorted(path.name for path in folder.iterdir()) == ["c.txt", checkpoint.MARKER]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_an_error_while_writing_leaves_the_earlier_ones_and_no_rest(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, write_two)
+
+    def fail(folder: Path) -> None:
+        write_two(folder)
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path, 2, fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_process_killed_while_writing_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    """A real process, stopped by a real SIGKILL at each of three places: after a file, before the marker, after it."""
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[3])
+        from core import checkpoint
+        place, output = sys.argv[1], Path(sys.argv[2])
+        checkpoint.save(output, 1, lambda folder: (folder / "a").write_text("1") and None)
+        def write(folder):
+            (folder / "a").write_text("1")
+            if place == "file":
+                os.kill(os.getpid(), signal.SIGKILL)
+        synced = checkpoint._sync
+        def sync(path):
+            synced(path)
+            if place == "sync" or (place == "marker" and path.name == checkpoint.MARKER):
+                os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint._sync = sync
+        checkpoint.save(output, 2, write)
+    """)
+    for place in ("file", "sync", "marker"):
+        output = tmp_path / place
+        if place == "sync":  # its first checkpoint must stand before the signal can come
+            checkpoint.save(output, 1, lambda folder: (folder / "a").write_text("1") and None)
+        done = subprocess.run([sys.executable, "-c", script, place, str(output), str(REPOSITORY)], check=False)
+        assert done.returncode == -signal.SIGKILL
+        if checkpoint.all_steps(output):
+            assert checkpoint.find("auto", output).name == "checkpoint-1"
+        assert not (output / "checkpoint-2").exists()
+        checkpoint.save(
+            output, 2, lambda folder: (folder / "a").write_text("2") and None
+        )  # what was left is no obstacle
+        assert checkpoint.find("auto", output).name == "checkpoint-2"
+
+
+def test_limit_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        checkpoint.save(tmp_path, step, write_two)
+    checkpoint.prune(tmp_path, 3, keep="checkpoint-2")
+    assert [step for step, _ in checkpoint.all_steps(tmp_path)] == [5, 4, 2]
+    checkpoint.prune(tmp_path, 1, keep="checkpoint-2")
+    assert [step for step, _ in checkpoint.all_steps(tmp_path)] == [5, 2]
+    checkpoint.prune(tmp_path, None)
+    assert [step for step, _ in checkpoint.all_steps(tmp_path)] == [5, 2]
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    checkpoint.save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 1000  # the view's own three numbers, not its base
+    checkpoint.load_model(other, tmp_path)
+    assert torch.equal(other.head.weight, model.embedding.weight)
+    assert other.head.weight.data_ptr() == other.embedding.weight.data_ptr()
+    with torch.no_grad():
+        other.embedding.weight.add_(1)
+    assert torch.equal(other.head.weight, other.embedding.weight)
+
+
+def test_equal_but_untied_weights_stay_apart(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].load_state_dict(model["a"].state_dict())
+    checkpoint.save_model(model, tmp_path)
+    with torch.no_grad():
+        model["a"].weight.zero_()
+    checkpoint.load_model(model, tmp_path)
+    assert torch.equal(model["a"].weight, model["b"].weight)
+    assert model["a"].weight.data_ptr() != model["b"].weight.data_ptr()
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3, bias=False)])
+def test_weights_of_another_model_are_refused(tmp_path: Path, other: nn.Module) -> None:
+    checkpoint.save_model(nn.Linear(3, 3), tmp_path)
+    with pytest.raises(UserError, match="another model"):
+        checkpoint.load_model(other, tmp_path)
+
+
+def test_no_file_of_a_checkpoint_needs_unpickling(tmp_path: Path) -> None:
+    """Every state file is JSON or safetensors, and reads with nothing else."""
+    from core.device import Device
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    device = Device("cpu", "cpu", "eager", torch.device("cpu"))
+
+    def write(folder: Path) -> None:
+        checkpoint.save_model(model, folder)
+        checkpoint.save_training(folder, optimizer, names, schedule, device, {"step": 1, "value": 0.1 + 0.2})
+
+    folder = checkpoint.save(tmp_path, 1, write)
+    for path in folder.iterdir():
+        assert path.suffix in (".json", ".safetensors")
+        json.loads(path.read_text()) if path.suffix == ".json" else checkpoint.load_tensors(path)
+    drawn = torch.rand(4)
+    state = checkpoint.load_training(folder, optimizer, names, schedule, device)
+    assert state == {"step": 1, "value": 0.1 + 0.2}
+    assert torch.equal(torch.rand(4), drawn)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """A real file system of 1 MB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
+    try:
+        checkpoint.save(tmp_path, 1, write_two)
+        with pytest.raises(OSError, match="No space"):
+            checkpoint.save(tmp_path, 2, lambda folder: (folder / "big").write_bytes(b"0" * 2_000_000) and None)
+        assert checkpoint.find("auto", tmp_path).name == "checkpoint-1"
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -1,0 +1,298 @@
+"""The training mechanics: one definition of the loss at any split, exact resume, honest evaluation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core.arguments import parse_arguments
+from core.data import IGNORE_INDEX, BatchLoader, make_buckets
+from core.engine import Engine
+from core.errors import UserError
+from core.gaudi_config import GaudiConfig
+from core.run import Run
+
+LENGTHS = [(1 + (row * 5) % 8, 1 + (row * 3) % 8) for row in range(26)]
+
+
+class Model(nn.Module):
+    """Predicts each target from the mean of the inputs and the position; dropout if asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(32, 8), nn.Embedding(8, 8)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, 32)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        mask = batch["mask"].unsqueeze(-1)
+        mean = (self.embedding(batch["inputs"]) * mask).sum(1) / mask.sum(1)
+        places = self.position(torch.arange(batch["labels"].shape[1]))
+        return self.head(self.dropout(mean.unsqueeze(1) + places))
+
+
+def loss_sum(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+
+
+def collate(rows: list[int], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    inputs, labels = torch.zeros(len(rows), shape[0], dtype=torch.long), torch.full((len(rows), shape[1]), IGNORE_INDEX)
+    mask = torch.zeros(len(rows), shape[0])
+    for at, row in enumerate(rows):
+        source, target = LENGTHS[row]
+        inputs[at, :source] = torch.arange(source) + row % 3
+        mask[at, :source] = 1
+        labels[at, :target] = torch.arange(target) * 2 + row % 5
+    return {"inputs": inputs, "mask": mask, "labels": labels}
+
+
+def loader_of(args, rows: int = 26, train: bool = True, batch: int | None = None, buckets: int = 3) -> BatchLoader:
+    lengths = LENGTHS[:rows]
+    shapes = make_buckets(lengths, (8, 8), buckets, multiple=2)
+    batch = batch or args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps if train else 1
+    return BatchLoader(list(range(rows)), collate, lengths, shapes, batch, accumulation, args.seed if train else None)
+
+
+def arguments(folder: Path, *flags: str):
+    given = ["--output_dir", str(folder), "--do_train", "--use_cpu", "--disable_tqdm", "--report_to", "none", *flags]
+    args = parse_arguments(given, description="")
+    args.execution_mode = "eager"
+    return args
+
+
+def run(
+    folder: Path, *flags: str, dropout: float = 0.0, rows: int = 26, model: Model | None = None, stop: int | None = None
+):
+    """Train as a recipe does; returns the engine, the model, and per step (row ids, learning rate, loss)."""
+    args = arguments(folder, *flags)
+    whole = Run(args, GaudiConfig(), "toy")
+    model = model or Model(dropout)
+    engine = Engine(whole, model, loader_of(args, rows))
+    steps = []
+    for window in engine.windows():
+        step_loss = 0.0
+        for batch in engine.micro_batches(window):
+            with engine.autocast():
+                loss = loss_sum(model, batch)
+            engine.backward(loss)
+            step_loss += loss.item()
+        rate = engine.schedule.get_last_lr()[0]
+        engine.step(window)
+        steps.append((sorted(window.row_ids), rate, step_loss / window.targets))
+        if engine.due("log"):
+            engine.log()
+        if engine.due("save"):
+            engine.save()
+        if engine.step_count == stop:
+            break
+    return engine, model, steps
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("optimizer", [["--optim", "sgd", "--learning_rate", "1"], ["--learning_rate", "0.01"]])
+def test_loss_and_weights_do_not_depend_on_the_split_of_a_window(tmp_path: Path, optimizer: list[str]) -> None:
+    results = []
+    for batch, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        split = ["--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
+        folder = tmp_path / f"{batch}"
+        engine, model, steps = run(folder, *split, *optimizer, "--max_steps", "5", "--save_strategy", "no")
+        results.append((weights(model), [loss for *_, loss in steps], float(engine.grad_norm)))
+    for other in results[1:]:
+        torch.testing.assert_close(other[0], results[0][0], rtol=0, atol=1e-6)
+        assert other[1] == pytest.approx(results[0][1], abs=1e-6)
+        assert other[2] == pytest.approx(results[0][2], abs=1e-5)
+
+
+def test_the_step_is_the_gradient_of_the_mean_over_all_real_tokens(tmp_path: Path) -> None:
+    """Against torch itself: one SGD step on all rows at once, without padding, filler or accumulation."""
+    engine, model, steps = run(
+        tmp_path / "run", "--optim", "sgd", "--learning_rate", "1", "--max_grad_norm", "0", "--max_steps", "1",
+        "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2", "--lr_scheduler_type", "constant",
+    )  # fmt: skip
+    torch.manual_seed(42)
+    reference = Model()
+    total = sum(loss_sum(reference, collate([row], LENGTHS[row])) for row in steps[0][0])
+    (total / sum(LENGTHS[row][1] for row in steps[0][0])).backward()
+    norm = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()]).norm()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter -= parameter.grad
+    torch.testing.assert_close(weights(model), weights(reference), rtol=0, atol=1e-6)
+    assert float(engine.grad_norm) == pytest.approx(float(norm), abs=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "accumulation", "updates"), [(10, 3, 2), (4, 3, 1), (12, 3, 2), (1, 4, 1)])
+def test_an_incomplete_window_is_a_step_of_its_own(tmp_path: Path, rows: int, accumulation: int, updates: int) -> None:
+    flags = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", str(accumulation)]
+    engine, model, steps = run(tmp_path / "run", *flags, "--num_train_epochs", "1", rows=rows)
+    assert engine.step_count == len(steps) == updates
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert sorted(row for ids, *_ in steps for row in ids) == list(range(rows))
+
+
+def test_schedule_steps_are_optimiser_steps(tmp_path: Path) -> None:
+    rates = []
+    for accumulation in (1, 3):
+        flags = ["--gradient_accumulation_steps", str(accumulation), "--max_steps", "6", "--warmup_steps", "2"]
+        engine, _, steps = run(tmp_path / str(accumulation), *flags, "--learning_rate", "1e-3")
+        rates.append([rate for _, rate, _ in steps])
+        assert engine.schedule.get_last_lr()[0] == pytest.approx(0.0)
+    assert rates[0] == pytest.approx(rates[1])
+    assert rates[0] == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor"])
+def test_resume_at_every_step_equals_the_straight_run(tmp_path: Path, optimizer: str) -> None:
+    """3 epochs of 4 steps with dropout and accumulation; every k, epoch ends (4, 8) included."""
+    flags = [
+        "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "3",
+        "--save_steps", "1", "--learning_rate", "0.01", "--optim", optimizer, "--logging_steps", "5",
+    ]  # fmt: skip
+    _, straight, steps = run(tmp_path / "straight", *flags, dropout=0.5)
+    assert len(steps) == 12
+    log = (tmp_path / "straight" / "logs" / "metrics.csv").read_text().splitlines()
+    for k in range(1, 12):
+        folder = tmp_path / str(k)
+        _, _, first = run(folder, *flags, dropout=0.5, stop=k)
+        torch.manual_seed(999)  # a new process starts with other numbers
+        engine, model, rest = run(folder, *flags, "--resume_from_checkpoint", "auto", dropout=0.5)
+        assert engine.run.resume_from.name == f"checkpoint-{k}"
+        assert [ids for ids, *_ in first + rest] == [ids for ids, *_ in steps]
+        assert [rate for _, rate, _ in first + rest] == [rate for _, rate, _ in steps]
+        assert torch.equal(weights(model), weights(straight))
+        again = (folder / "logs" / "metrics.csv").read_text().splitlines()
+        assert [line.split(",")[:4] for line in again] == [line.split(",")[:4] for line in log]
+
+
+def test_resume_with_other_data_or_batch_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "2", "--save_steps", "1")
+    with pytest.raises(UserError, match="other window"):
+        run(tmp_path / "run", "--per_device_train_batch_size", "4", "--resume_from_checkpoint", "auto")
+    flags = ["--per_device_train_batch_size", "4", "--resume_from_checkpoint", "auto", "--ignore_data_skip"]
+    engine, *_ = run(tmp_path / "run", *flags, "--max_steps", "4")
+    assert engine.step_count == 4
+
+
+def test_rows_without_targets_give_no_nan_and_no_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(
+        tmp_path / "run", "--max_steps", "2", "--per_device_train_batch_size", "2", "--save_strategy", "no"
+    )
+    whole, model = Run(args, GaudiConfig(), "toy"), Model()
+
+    def empty(rows: list[int], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        batch = collate(rows, shape)
+        batch["labels"][:] = IGNORE_INDEX
+        return batch
+
+    loader = loader_of(args, 4)
+    loader.collate = empty
+    engine = Engine(whole, model, loader)
+    before = weights(model)
+    for window in engine.windows():
+        for batch in engine.micro_batches(window):
+            engine.backward(loss_sum(model, batch))
+        engine.step(window)
+    assert torch.equal(weights(model), before)
+    assert engine.finish_training()["train_loss"] == 0
+    assert "nothing was updated" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 13])
+def test_eval_loss_and_order_do_not_depend_on_the_batch(tmp_path: Path, batch: int) -> None:
+    args = arguments(tmp_path / "run")
+    args.do_train = False
+    whole = Run(args, GaudiConfig(), "toy")
+    model = whole.place(Model())
+    expected = sum(loss_sum(model, collate([row], LENGTHS[row])).item() for row in range(13))
+    expected /= sum(target for _, target in LENGTHS[:13])
+
+    def forward(rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return loss_sum(model, rows), rows["mask"].sum(1)
+
+    metrics, outputs = whole.evaluate(loader_of(args, 13, train=False, batch=batch), forward, "eval")
+    assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-6)
+    assert [int(output) for output in outputs] == [source for source, _ in LENGTHS[:13]]
+
+
+def test_no_shape_is_met_after_the_first_epoch(tmp_path: Path) -> None:
+    engine, *_ = run(tmp_path / "run", "--num_train_epochs", "1", "--per_device_train_batch_size", "4")
+    one = len(engine.run.ledger.met["train"])
+    engine, *_ = run(tmp_path / "two", "--num_train_epochs", "4", "--per_device_train_batch_size", "4")
+    assert len(engine.run.ledger.met["train"]) == one <= 3
+
+
+def test_clipping_limits_the_step_and_zero_switches_it_off(tmp_path: Path) -> None:
+    moved = {}
+    for limit in ("0.01", "0"):
+        flags = ["--optim", "sgd", "--learning_rate", "1", "--max_steps", "1", "--lr_scheduler_type", "constant"]
+        engine, model, _ = run(tmp_path / limit, *flags, "--max_grad_norm", limit)
+        torch.manual_seed(42)
+        moved[limit] = (float((weights(model) - weights(Model())).norm()), float(engine.grad_norm))
+    assert moved["0.01"][0] == pytest.approx(0.01, rel=1e-3)
+    assert moved["0"][0] == pytest.approx(moved["0"][1], rel=1e-4)
+    assert moved["0.01"][1] == pytest.approx(moved["0"][1])  # the norm that is logged is the one before clipping
+
+
+def test_an_output_folder_with_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "1")
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(UserError, match="holds another run"):
+        run(tmp_path / "run", "--max_steps", "1")
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+    engine, *_ = run(tmp_path / "run", "--max_steps", "2", "--overwrite_output_dir")
+    assert engine.step_count == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        run(tmp_path / "file")
+
+
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    flags = ["--max_steps", "4", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    args = arguments(tmp_path / "run", *flags, "--load_best_model_at_end", "--save_total_limit", "2")
+    model = Model()
+    engine = Engine(Run(args, GaudiConfig(), "toy"), model, loader_of(args))
+    after = {}
+    for window in engine.windows():
+        for batch in engine.micro_batches(window):
+            engine.backward(loss_sum(model, batch))
+        engine.step(window)
+        value = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5}[engine.step_count]
+        engine.evaluate(lambda value=value: {"eval_loss": value})
+        engine.save()
+        after[engine.step_count] = weights(model).clone()
+    assert sorted(path.name for path in engine.run.output_dir.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    engine.finish_training()
+    assert torch.equal(weights(model), after[2])
+    args.metric_for_best_model = "bleu"
+    with pytest.raises(UserError, match="no metric 'eval_bleu'"):
+        engine.evaluate(lambda: {"eval_loss": 1.0})
+
+
+def test_banner_states_batch_steps_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", "--max_steps", "1", "--gradient_accumulation_steps", "2", "--learning_rate", "0.003")
+    shown = capsys.readouterr().out
+    for text in ("16 rows (8 x 2 x 1)", "1 (2 an epoch)", "learning rate 0.003", "eager", "fp32"):
+        assert text in shown
+
+
+def test_low_precision_parameters_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "run", "--max_steps", "1", "--save_strategy", "no", model=Model().to(torch.bfloat16).float())
+    assert "not fp32" not in caplog.text
+    args = arguments(tmp_path / "low", "--max_steps", "1")
+    Engine(Run(args, GaudiConfig(), "toy"), Model().to(torch.bfloat16), loader_of(args))
+    assert "not fp32" in caplog.text
+
+
+def test_a_run_of_one_step_has_no_throughput(tmp_path: Path) -> None:
+    engine, *_ = run(tmp_path / "run", "--max_steps", "1", "--throughput_warmup_steps", "3")
+    metrics = engine.finish_training()
+    assert metrics["train_samples_per_second"] is None
+    assert math.isfinite(metrics["train_runtime"])

@@ -1,0 +1,330 @@
+"""Result files that hold, and measured beside published figures that claim nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from core import errors, results
+from core.arguments import parse_arguments
+from core.errors import UserError
+from core.results import compare_with_published, describe_run, save_metrics, write_json
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(errors, "_warned", set())
+
+
+def read(folder, name: str) -> dict:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads((folder / name).read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_splits_have_their_own_file_and_are_merged(tmp_path):
+    save_metrics(tmp_path / "new" / "folder", "train", {"train_loss": 1.5, "train_samples_per_second": None})
+    save_metrics(tmp_path / "new" / "folder", "eval", {"eval_rouge1": 40.25, "eval_samples": 7}, run={"commit": "abc"})
+    save_metrics(tmp_path / "new" / "folder", "train", {"train_loss": 1.25})
+    folder = tmp_path / "new" / "folder"
+    assert read(folder, "train_results.json") == {"train_loss": 1.25}
+    assert read(folder, "eval_results.json") == {"eval_rouge1": 40.25, "eval_samples": 7}
+    assert read(folder, "all_results.json") == {
+        "train_loss": 1.25,
+        "train_samples_per_second": None,
+        "eval_rouge1": 40.25,
+        "eval_samples": 7,
+        "run": {"commit": "abc"},
+    }
+    assert sorted(os.listdir(folder)) == ["all_results.json", "eval_results.json", "train_results.json"]
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    save_metrics(tmp_path, "train", {"train_loss": 1.0})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_what_json_does_not_have_is_null_and_noted(tmp_path, caplog, value):
+    save_metrics(tmp_path, "eval", {"eval_loss": value, "eval_samples": 3})
+    expected = {"eval_loss": None, "eval_samples": 3, "notes": {"eval_loss": f"was {float(value)}"}}
+    assert read(tmp_path, "eval_results.json") == read(tmp_path, "all_results.json") == expected
+    assert caplog.messages == [f"eval_results.json: eval_loss was {float(value)}; the file says null"]
+
+
+def test_a_note_goes_when_its_number_is_measured_and_others_stay(tmp_path):
+    save_metrics(tmp_path, "train", {"train_loss": math.nan})
+    save_metrics(tmp_path, "eval", {"eval_loss": math.inf})
+    assert read(tmp_path, "all_results.json")["notes"] == {"train_loss": "was nan", "eval_loss": "was inf"}
+    save_metrics(tmp_path, "eval", {"eval_loss": 2.0})
+    assert read(tmp_path, "all_results.json")["notes"] == {"train_loss": "was nan"}
+    save_metrics(tmp_path, "train", {"train_loss": 2.0})
+    assert "notes" not in read(tmp_path, "all_results.json")
+
+
+def test_numbers_of_numpy_lists_and_nested_metrics(tmp_path):
+    metrics = {"a": np.float64(0.5), "b": np.arange(2), "c": {"d": math.nan, "e": (1, math.inf)}, "f": tmp_path}
+    save_metrics(tmp_path, "eval", metrics)
+    found = read(tmp_path, "eval_results.json")
+    assert found.pop("notes") == {"c.d": "was nan", "c.e[1]": "was inf"}
+    assert found == {"a": 0.5, "b": [0, 1], "c": {"d": None, "e": [1, None]}, "f": str(tmp_path)}
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_an_old_broken_file_does_not_cost_the_new_metrics(tmp_path, content, caplog):
+    (tmp_path / "all_results.json").write_text(content)
+    save_metrics(tmp_path, "eval", {"eval_loss": 1.0})
+    assert read(tmp_path, "all_results.json") == {"eval_loss": 1.0}
+    assert "it is written anew" in caplog.text
+
+
+def test_a_crash_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    write_json(tmp_path / "x.json", {"a": 1})
+    seen = []
+
+    def fail(descriptor):
+        seen.append((sorted(os.listdir(tmp_path)), json.loads((tmp_path / "x.json").read_text())))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "x.json", {"a": 2})
+    assert seen == [([f".x.json.{os.getpid()}", "x.json"], {"a": 1})], "written beside it, complete, before the rename"
+    assert os.listdir(tmp_path) == ["x.json"]
+    assert read(tmp_path, "x.json") == {"a": 1}
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"x\.json cannot be written: No space left on device; make room"):
+        write_json(tmp_path / "x.json", {})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_folders_place_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output_dir"):
+        save_metrics(tmp_path / "file", "eval", {})
+
+
+# -------------------------------------------------------------------------------------------------------------- run
+
+
+def test_a_run_is_described_so_that_it_can_be_repeated(tmp_path):
+    args = parse_arguments(["--seed", "7", "--bf16"], description="")
+    run = describe_run(args, {"name": "gaudi2", "execution_mode": "lazy", "world_size": 1})
+    assert run["arguments"] == {name: value for name, value in vars(args).items() if name != "run_file"}
+    assert run["device"] == {"name": "gaudi2", "execution_mode": "lazy", "world_size": 1}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", run["date"])
+    assert set(run["versions"]) == {"python", *results.PACKAGES}
+    assert re.match(r"\d+\.\d+", run["versions"]["torch"])
+    save_metrics(tmp_path, "train", {}, run=run)
+    assert read(tmp_path, "all_results.json")["run"] == run
+
+
+def test_absent_packages_have_no_version(monkeypatch):
+    def absent(name):
+        raise results.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(results.metadata, "version", absent)
+    versions = describe_run(Namespace())["versions"]
+    assert {name: version for name, version in versions.items() if version} == {"python": versions["python"]}
+
+
+SECRETS = {
+    "token": "hf_abc",
+    "hub_token": "hf_abc",
+    "WANDB_API_KEY": "abc",
+    "aws_secret_access": "abc",
+    "db_password": "abc",
+    "nested": {"access_key": "abc", "list_of_tokens": ["abc"]},
+}
+HARMLESS = {
+    "tokenizer_name": "t5-small",
+    "forced_bos_token": "<en>",
+    "ignore_pad_token_for_loss": False,
+    "max_new_tokens": 128,
+    "token": None,
+    "keyboard": "de",
+}
+
+
+def test_secrets_are_left_out():
+    assert "abc" not in json.dumps(describe_run(Namespace(**SECRETS))["arguments"])
+    assert describe_run(Namespace(**SECRETS))["arguments"]["hub_token"] == "(left out)"
+
+
+def test_what_only_sounds_like_a_secret_is_kept():
+    assert describe_run(Namespace(**HARMLESS))["arguments"] == HARMLESS
+
+
+def test_the_commit_is_this_projects_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert results._commit() is None, "not a checkout"
+    (tmp_path / ".git").mkdir()
+    assert results._commit() is None, "a checkout that git cannot read"
+    monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: Namespace(stdout="0123abc-dirty\n"))
+    assert results._commit() == "0123abc-dirty"
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    def no_git(*_, **__):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(results.subprocess, "run", no_git)
+    assert results._commit() is None
+
+
+# -------------------------------------------------------------------------------------------------------- published
+
+FIGURE = {
+    "metric": "train_samples_per_second",
+    "value": 200.0,
+    "status": "reported elsewhere",
+    "device": "gaudi2",
+    "world_size": 8,
+    "batch_size": 4,
+    "model": "t5-small",
+    "data": "cnn_dailymail 3.0.0",
+    "precision": "bf16",
+    "execution": "lazy + HPU graphs",
+    "gradient_checkpointing": True,
+    "pass_rule": ">= 0.95*value",
+    "source": "somewhere",
+}
+RUN = {
+    "device": "gaudi2",
+    "world_size": 8,
+    "do_train": True,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 2,
+    "model_name_or_path": "google-t5/t5-small",
+    "dataset_name": "abisee/cnn_dailymail",
+    "dataset_config_name": "3.0.0",
+    "bf16": True,
+    "execution_mode": "lazy",
+    "gradient_checkpointing": True,
+    "max_steps": -1,
+    "max_train_samples": None,
+    "max_eval_samples": None,
+}
+METRICS = {"train_samples_per_second": 190.0, "eval_rougeLsum": 38.0}
+
+
+def line(figure: dict, run: dict, metrics: dict | None = None) -> str:
+    table = compare_with_published([figure], METRICS if metrics is None else metrics, run)
+    assert table[0].split() == ["metric", "measured", "published", "ratio", "published", "on", "note"]
+    assert len(table) == 2
+    return table[1]
+
+
+def test_the_same_run_has_a_ratio():
+    expected = ["train_samples_per_second", "190", "200", "0.950", "8 x gaudi2", "reported elsewhere; >= 0.95*value"]
+    assert re.split(r"\s{2,}", line(FIGURE, RUN)) == expected
+
+
+def test_what_describe_run_returns_will_do():
+    flags = {name: value for name, value in RUN.items() if name not in ("device", "world_size", "execution_mode")}
+    args = Namespace(**flags, execution_mode="auto")
+    run = describe_run(
+        args, {"name": "gaudi2", "execution_mode": "lazy", "world_size": 8, "precision": "bf16 autocast"}
+    )
+    assert "  0.950  " in line(FIGURE, run)
+    assert "device: cpu (Xeon), not gaudi2" in line(FIGURE, run | {"device": {"name": "cpu (Xeon)"}})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cpu (some model)"}, "device: cpu (some model), not gaudi2"),
+        ({"device": "gaudi3"}, "device: gaudi3, not gaudi2"),
+        ({"device": None}, "device: None, not gaudi2"),
+        ({"world_size": 1}, "world_size: 1, not 8"),
+        ({"per_device_train_batch_size": 8}, "batch_size: 8, not 4"),
+        ({"model_name_or_path": "google-t5/t5-base"}, "model: google-t5/t5-base, not t5-small"),
+        ({"model_name_or_path": None}, "model: built here, not t5-small"),
+        ({"dataset_config_name": "2.0.0"}, "data: abisee/cnn_dailymail 2.0.0, not cnn_dailymail 3.0.0"),
+        ({"dataset_name": None, "dataset_config_name": None}, "data: this machine's own, not cnn_dailymail 3.0.0"),
+        ({"bf16": False}, "precision: fp32, not bf16"),
+        ({"execution_mode": "eager"}, "execution: eager, not lazy + HPU graphs"),
+        ({"gradient_checkpointing": False}, "gradient_checkpointing: False, not True"),
+        ({"max_steps": 20}, "max_steps: 20, not None"),
+        ({"max_train_samples": 100}, "max_train_samples: 100, not None"),
+    ],
+)
+def test_another_run_is_not_comparable(change, reason):
+    text = line(FIGURE, RUN | change)
+    assert text.endswith(f"reported elsewhere; not comparable: {reason}")
+    assert "  n/a  " in text
+    assert "0.95*value" not in text
+
+
+def test_all_differences_are_named():
+    text = line(FIGURE, {"device": "cpu"})
+    for name in ("device", "world_size", "batch_size", "model", "data", "precision", "execution"):
+        assert f"{name}: " in text
+
+
+def test_limits_count_for_what_they_limit():
+    assert "not comparable" not in line(FIGURE, RUN | {"max_eval_samples": 5})
+    evaluated = FIGURE | {"metric": "eval_rougeLsum", "max_eval_samples": 880}
+    assert "max_eval_samples: None, not 880" in line(evaluated, RUN)
+    assert "not comparable" not in line(evaluated, RUN | {"max_eval_samples": 880})
+    assert "max_steps: 3, not None" in line(evaluated, RUN | {"max_eval_samples": 880, "max_steps": 3})
+
+
+def test_prediction_has_the_batch_of_evaluation():
+    figure = FIGURE | {"metric": "predict_rougeLsum", "batch_size": 2}
+    assert "  0.500  " in line(figure, RUN | {"max_steps": 9}, {"predict_rougeLsum": 100.0})
+    assert "batch_size: 2, not 4" in line(figure | {"batch_size": 4}, RUN)
+
+
+@pytest.mark.parametrize(
+    ("published", "here", "same"),
+    [
+        ("gaudi1", "gaudi", True),
+        ("gaudi2", "GAUDI2", True),
+        ("gaudi1", "gaudi2", False),
+        ("a100-80g", "NVIDIA A100-SXM4-80GB", True),
+        ("a100-80g", "NVIDIA A100-PCIE-40GB", False),
+        ("a100-80g", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_device_names(published, here, same):
+    assert ("device: " not in line(FIGURE | {"device": published}, RUN | {"device": here})) == same
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_what_was_not_measured_says_so(value):
+    assert re.split(r"\s{2,}", line(FIGURE, RUN, {FIGURE["metric"]: value}))[3] == "n/a"
+    assert re.split(r"\s{2,}", line(FIGURE, RUN, {}))[1:4] == ["n/a", "200", "n/a"]
+
+
+def test_text_and_zero_have_no_ratio():
+    assert re.split(r"\s{2,}", line(FIGURE | {"value": "1:33"}, RUN))[2:4] == ["1:33", "n/a"]
+    assert re.split(r"\s{2,}", line(FIGURE | {"value": 0}, RUN))[2:4] == ["0", "n/a"]
+
+
+def test_every_published_number_is_reported_elsewhere_whatever_the_file_claims():
+    text = line(FIGURE | {"status": "measured here", "historical": True}, RUN)
+    assert "reported elsewhere; historical" in text
+    assert "measured here" not in text
+
+
+def test_nothing_published_prints_nothing():
+    assert compare_with_published([], METRICS, RUN) == []

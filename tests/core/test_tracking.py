@@ -1,0 +1,228 @@
+"""Tracking: the CSV is complete at any time, a resume continues it, nothing is left running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from argparse import Namespace
+
+import pytest
+from accelerate.tracking import GeneralTracker
+
+from core import errors, tracking
+from core.errors import UserError
+from core.tracking import CSVTracker, Tracker, banner, flat, read_csv
+
+
+def arguments(**changes) -> Namespace:
+    defaults = {"report_to": ["none"], "logging_dir": None, "run_name": None, "disable_tqdm": True}
+    return Namespace(**{**defaults, **changes})
+
+
+def events(folder) -> dict[str, list[int]]:
+    """Scalars that TensorBoard shows for a folder: name and steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {name: [event.step for event in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+
+
+def test_banner_aligns_and_keeps_the_order():
+    text = banner({"device": "gaudi2 x 8", "global batch": "64 rows", "unknown": None, "learning rate": 1e-4})
+    assert text == "device         gaudi2 x 8\nglobal batch   64 rows\nlearning rate  0.0001"
+    assert banner({}) == ""
+
+
+def test_flat_makes_scalars():
+    import torch
+
+    values = {"a": {"b": 1, "c": {"d": True}}, "none": None, "list": [1, 2], "tensor": torch.tensor(0.5), "text": "x"}
+    assert flat(values) == {"a/b": 1, "a/c/d": True, "list": "[1, 2]", "tensor": 0.5, "text": "x"}
+
+
+def test_csv_grows_new_columns_and_leaves_none_out(tmp_path):
+    tracker = Tracker(arguments(), tmp_path, total_steps=3)
+    tracker.log({"loss": 2.5, "rate": None}, 1)
+    tracker.log({"eval_loss": 2.25, "note": 'a "quoted", text\u2028'}, 1)
+    tracker.log({"loss": 1.5}, 2)
+    rows = read_csv(tmp_path / "logs" / "metrics.csv")
+    assert rows == [
+        {"step": "1", "loss": "2.5", "eval_loss": "", "note": ""},
+        {"step": "1", "loss": "", "eval_loss": "2.25", "note": 'a "quoted", text\u2028'},
+        {"step": "2", "loss": "1.5", "eval_loss": "", "note": ""},
+    ]
+
+
+def test_a_resume_drops_the_steps_that_run_again(tmp_path):
+    first = Tracker(arguments(), tmp_path, total_steps=6)
+    for step in range(1, 6):
+        first.log({"loss": float(step)}, step)
+    path = tmp_path / "logs" / "metrics.csv"
+    with open(path, "a") as file:
+        file.write("6,")  # killed while it wrote
+    second = Tracker(arguments(), tmp_path, total_steps=6, start_step=3)
+    second.log({"loss": 40.0, "new": 1}, 4)
+    assert [(row["step"], row["loss"]) for row in read_csv(path)] == [
+        ("1", "1.0"),
+        ("2", "2.0"),
+        ("3", "3.0"),
+        ("4", "40.0"),
+    ]
+
+
+def test_a_fresh_run_starts_an_empty_file(tmp_path):
+    Tracker(arguments(), tmp_path, total_steps=2).log({"loss": 1.0}, 0)
+    Tracker(arguments(), tmp_path, total_steps=2)
+    assert read_csv(tmp_path / "logs" / "metrics.csv") == []
+
+
+def test_a_torn_last_line_is_no_row(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\n1,2.0\n12,3.")
+    assert read_csv(path) == [{"step": "1", "loss": "2.0"}]
+    path.write_text("other,columns\n1,2\n")
+    assert read_csv(path) == []
+
+
+def test_all_is_tensorboard_and_csv(tmp_path):
+    tracker = Tracker(arguments(report_to=["all"], run_name="run"), tmp_path, total_steps=3)
+    tracker.store_init_configuration({"learning_rate": 1e-4, "none": None, "list": ["a"]})
+    for step in (1, 2):
+        tracker.log({"loss": 1.0, "none": None}, step)
+    tracker.finish()
+    assert events(tmp_path / "logs" / "run") == {"loss": [1, 2]}
+    assert '"learning_rate": 0.0001' in (tmp_path / "logs" / "hyperparameters.json").read_text()
+    assert len(read_csv(tmp_path / "logs" / "metrics.csv")) == 2
+
+
+def test_tensorboard_hides_the_steps_that_run_again(tmp_path):
+    args = arguments(report_to=["tensorboard"], run_name="run", logging_dir=str(tmp_path / "elsewhere"))
+    first = Tracker(args, tmp_path, total_steps=5)
+    for step in (1, 2, 3, 4):
+        first.log({"loss": 1.0}, step)
+    first.finish()
+    second = Tracker(args, tmp_path, total_steps=5, start_step=2)
+    for step in (3, 4, 5):
+        second.log({"loss": 1.0}, step)
+    second.finish()
+    assert events(tmp_path / "elsewhere" / "run") == {"loss": [1, 2, 3, 4, 5]}
+    assert not (tmp_path / "logs").exists()
+
+
+def test_none_is_csv_only(tmp_path):
+    tracker = Tracker(arguments(), tmp_path, total_steps=1)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["logs", "loss_curve.png", "metrics.csv"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["tensorbord"], r"--report_to tensorbord is no tracker \(did you mean 'tensorboard'\?\); here: .*all, none"),
+        (["comet_ml"], r"--report_to comet_ml is not installed; here: .*tensorboard"),
+        (["none", "tensorboard"], r"'none' excludes the others"),
+    ],
+)
+def test_wrong_trackers_are_refused(tmp_path, monkeypatch, names, message):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(UserError, match=message):
+        Tracker(arguments(report_to=names), tmp_path, total_steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_without_tensorboard_is_csv_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])  # a service: never without its name
+    tracker = Tracker(arguments(report_to=["all"]), tmp_path, total_steps=1)
+    assert [type(one) for one in tracker.trackers] == [CSVTracker]
+
+
+class Failing(GeneralTracker):
+    name = "failing"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+
+    def log(self, values, step=None, **kwargs):
+        raise ConnectionError("no route")
+
+
+def test_a_service_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["failing"])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    monkeypatch.setattr(errors, "_warned", set())
+    tracker = Tracker(arguments(report_to=["failing"]), tmp_path, total_steps=2)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.log({"loss": 0.5}, 2)
+    assert len(read_csv(tmp_path / "logs" / "metrics.csv")) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "--report_to failing stopped (ConnectionError('no route')); metrics.csv has all records"
+    ]
+
+
+def test_the_bar_shows_the_run(tmp_path, capsys):
+    tracker = Tracker(arguments(disable_tqdm=False), tmp_path, total_steps=10, start_step=4)
+    tracker.advance(5, loss=2.34567, learning_rate=1e-4, samples_per_second=12.3456, memory=1.5)
+    tracker.advance(6, loss=2.0)
+    tracker.bar.refresh()
+    shown = capsys.readouterr().err
+    assert "6/10" in shown
+    for part in ("loss=2", "lr=0.0001", "samples/s=12.35", "GB=1.50"):
+        assert part in shown.rsplit("\r", 1)[-1]
+    tracker.finish()
+
+
+def test_no_bar_where_none_is_wanted(tmp_path, capsys, monkeypatch):
+    Tracker(arguments(), tmp_path, total_steps=10).advance(3, loss=1.0)
+    monkeypatch.setenv("RANK", "1")
+    other = Tracker(arguments(disable_tqdm=False, report_to=["all"]), tmp_path / "rank1", total_steps=10)
+    other.advance(3, loss=1.0)
+    other.log({"loss": 1.0}, 3)
+    other.finish()
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / "rank1").exists()
+
+
+def test_finish_leaves_nothing_running(tmp_path):
+    before = set(threading.enumerate())
+    tracker = Tracker(arguments(report_to=["all"], disable_tqdm=False), tmp_path, total_steps=2)
+    tracker.store_init_configuration({"a": 1})
+    tracker.log({"loss": 1.0}, 1)
+    assert len(set(threading.enumerate()) - before) <= 1  # TensorBoard's writer, and no watcher of the bar
+    tracker.finish()
+    tracker.finish()
+    assert set(threading.enumerate()) == before
+    assert multiprocessing.active_children() == []
+
+
+def test_loss_curve(tmp_path, monkeypatch):
+    import matplotlib.axes
+
+    drawn = []
+    plot = matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "plot",
+        lambda self, x, y, *rest, **options: (
+            drawn.append((options["label"], x, y)) or plot(self, x, y, *rest, **options)
+        ),
+    )
+    tracker = Tracker(arguments(), tmp_path, total_steps=4)
+    for step, loss in ((2, 2.0), (4, float("nan"))):
+        tracker.log({"loss": loss}, step)
+    tracker.log({"eval_loss": 1.75}, 4)
+    tracker.finish()
+    assert drawn[0][:2] == ("training", (2, 4))
+    assert drawn[0][2][0] == 2.0
+    assert drawn[1] == ("evaluation", (4,), (1.75,))
+    assert (tmp_path / "loss_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_no_loss_no_curve(tmp_path):
+    tracker = Tracker(arguments(), tmp_path, total_steps=1)
+    tracker.log({"accuracy": 1.0}, 1)
+    tracker.finish()
+    assert not (tmp_path / "loss_curve.png").exists()
