@@ -220,10 +220,9 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
             state = dict(optimizer.state.get(parameter, {}))
             if state and "step" in group:
                 state["step"] = group["step"]
-            for key, value in state.items():
-                if value is not None:
-                    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-                    named[f"{names[id(parameter)]}/{key}"] = tensor.detach()
+            for key in [key for key, value in state.items() if value is not None]:
+                tensor = state[key] if isinstance(state[key], torch.Tensor) else torch.tensor(state[key])
+                named[f"{names[id(parameter)]}/{key}"] = tensor.detach()
     return named
 
 

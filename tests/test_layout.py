@@ -100,10 +100,12 @@ def test_sizes(path: Path) -> None:
 
 
 def depth(node: ast.AST) -> int:
-    """Nesting of loops, conditions and handlers; those of functions inside start anew."""
-    blocks = (ast.For, ast.While, ast.If, ast.Try)
-    inner = [depth(child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.FunctionDef)]
-    return max(inner, default=0) + isinstance(node, blocks)
+    """Nesting of loops, conditions and handlers; those of functions inside start anew, and ``elif`` adds nothing."""
+    chained = node.orelse if isinstance(node, ast.If) and len(node.orelse) == 1 else []
+    same = [depth(child) for child in chained if isinstance(child, ast.If)]
+    below = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.FunctionDef)]
+    inner = [depth(child) for child in below if not (same and child in chained)]
+    return max([max(inner, default=0) + isinstance(node, (ast.For, ast.While, ast.If, ast.Try)), *same])
 
 
 def test_every_source_has_its_test() -> None:
