@@ -83,6 +83,7 @@ class TrainingArguments:
     length_buckets: int = flag(4, "without --pad_to_max_length: how many padded lengths there are")
     dataloader_num_workers: int = flag(0, "processes that prepare batches ahead; 0 prepares them in the main one")
     dataloader_drop_last: bool = flag(False, "drop the last, smaller batch instead of filling it with rows of weight 0")
+    remove_unused_columns: bool = flag(True, "leave out columns that the model does not take")
     ignore_data_skip: bool = flag(False, "resume at the start of the epoch instead of at the exact row")
 
 
@@ -143,7 +144,6 @@ class DistributedArguments:
     fsdp: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
     fsdp_config: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
     context_parallel_size: int = flag(1, "refused above 1")
-    use_zero3_leaf_promotion: bool = flag(False, "ZeRO-3 option for mixture-of-experts models")
     local_rank: int = flag(-1, "set by launchers; the environment decides")
 
 
@@ -152,9 +152,9 @@ SHARED_GROUPS = (RunArguments, TrainingArguments, DeviceArguments, DistributedAr
 # Published flags that a user may keep, and why they change nothing: each is said once when it is given.
 NO_EFFECT = {
     "adjust_throughput": "throughput always leaves out compilation, logging, evaluation and saving, and shows them",
+    "remove_unused_columns": "each recipe takes the columns that it needs and no others",
     "ignore_eos": "a generated row ends at its end token either way",
     "local_rank": "rank and world size come from the launcher's environment",
-    "use_zero3_leaf_promotion": "it concerns mixture-of-experts models under ZeRO-3",
 }
 SEVERAL_DEVICES = ("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "distribution_strategy")
 NO_EFFECT |= dict.fromkeys(SEVERAL_DEVICES, "there is one device")

@@ -16,7 +16,7 @@ from core.data import Batch, BatchLoader, Window
 from core.errors import UserError, say, warn_once
 from core.run import Run
 from core.throughput import FlopsByShape
-from core.tracking import Tracker, banner
+from core.tracking import Tracker, banner, profiler
 
 PROGRESS = ("step_count", "epoch", "position", "total", "best")  # what a checkpoint knows beside the tensors
 
@@ -59,6 +59,7 @@ class Engine:
         if run.resume_from:
             self._load(run.resume_from)
         say(banner(self.describe()))
+        self.profiler = profiler(args, self.device, run.output_dir)
         self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
         self.tracker.store_init_configuration(results.describe_run(args)["arguments"])
 
@@ -83,7 +84,7 @@ class Engine:
     def windows(self) -> Iterator[Window]:
         """Yield the micro-batches of one optimiser step after another until the last step, epochs included."""
         self.throughput.start()
-        with self.run.memory.phase("train"):
+        with self.run.memory.phase("train"), self.profiler or nullcontext():
             while self.step_count < self.total_steps:
                 for window in self.loader.windows(self.epoch, self.position):
                     self.position += 1
@@ -109,6 +110,8 @@ class Engine:
             self._cold |= new
             with self.flops.counting(shape) if new and countable else nullcontext():
                 yield batch
+            if self.profiler:
+                self.profiler.step()
             flops = self.flops.known.get(shape)
             self._flops = None if flops is None or self._flops is None else self._flops + flops
 
@@ -130,7 +133,7 @@ class Engine:
             warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
         self.schedule.step()
         # Recorded graphs write into the same gradients again, so those must stay where they are.
-        self.optimizer.zero_grad(set_to_none=not self.args.use_hpu_graphs_for_training)
+        self.model.zero_grad(set_to_none=not self.args.use_hpu_graphs_for_training)
         self.device.step_boundary()
         self.step_count += 1
         self.targets += window.targets

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from tqdm import tqdm
 
+from core.device import Device
 from core.errors import UserError, did_you_mean, is_main_process, warn_once
 
 CSV_NAME = "metrics.csv"
@@ -198,6 +199,26 @@ def _names(asked: list[str]) -> list[str]:
         raise UserError(f"--report_to {' '.join(asked)}: 'none' excludes the others; give one or the other")
     names = [("tensorboard" if name == "all" else name) for name in asked]
     return [name for name in dict.fromkeys(names) if name in available]
+
+
+def profiler(args: Namespace, device: Device, output_dir: Path) -> Any:
+    """Return torch's profiler over ``--profiling_steps`` forward passes, or None without them.
+
+    It lets ``--profiling_warmup_steps`` passes by, wants ``step()`` after each, and writes ``profile/`` for TensorBoard.
+    """
+    if not args.profiling_steps:
+        return None
+    from torch import profiler as torch_profiler
+
+    kinds = torch_profiler.ProfilerActivity
+    own = getattr(kinds, device.torch_device.type.upper(), None)
+    return torch_profiler.profile(
+        activities=sorted({kinds.CPU, own} - {None}, key=str),
+        schedule=torch_profiler.schedule(wait=0, warmup=args.profiling_warmup_steps, active=args.profiling_steps, repeat=1),
+        on_trace_ready=torch_profiler.tensorboard_trace_handler(str(output_dir / "profile")),
+        record_shapes=args.profiling_record_shapes,
+        with_stack=args.profiling_with_stack,
+    )
 
 
 def plot_losses(csv_path: Path, png_path: Path, title: str, loss_label: str) -> None:

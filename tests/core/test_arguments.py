@@ -31,7 +31,8 @@ class OwnArguments:
 
 
 def parse(*argv: str, **options):
-    return parse_arguments(list(argv), OwnArguments, description="What it does.", **options)
+    """Parse ``argv`` and, for a command without work is refused, ``--do_train``."""
+    return parse_arguments([*argv, "--do_train"], OwnArguments, description="What it does.", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def run_file(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- flags
 
 
-def test_no_flags_is_a_valid_command():
+def test_the_defaults_are_a_valid_command():
     args = parse()
     assert (args.seed, args.report_to, args.config, args.width) == (42, ["all"], None, 4)
     assert args.run_file == {"description": "", "command": "", "args": {}, "published": [], "caveats": []}
@@ -65,7 +66,7 @@ def test_default_lists_are_not_shared():
 
 
 def test_without_argv_those_of_the_process_count(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "7"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "7", "--do_eval"])
     assert parse_arguments(None, description="").seed == 7
 
 
@@ -241,8 +242,8 @@ def test_run_files_that_are_none(tmp_path):
 
 @pytest.mark.parametrize("name", NO_EFFECT)
 def test_a_flag_without_effect_says_so_once(name, caplog):
-    kind = KINDS[name]
-    value = "fast_ddp" if name == "distribution_strategy" else "True" if kind is bool else "7"
+    is_switch = KINDS[name] in (bool, bool | None)
+    value = "fast_ddp" if name == "distribution_strategy" else str(not SHARED[name].default) if is_switch else "7"
     for _ in range(2):
         parse(f"--{name}", value)
     assert caplog.messages == [f"--{name} has no effect here: {NO_EFFECT[name]}"]
@@ -281,6 +282,14 @@ def test_tables_name_flags_that_exist():
     for table in (NO_EFFECT, REFUSED, COUNTS, SHARES, UNSET_BELOW_ZERO):
         assert set(table) <= set(SHARED)
     assert len(NUMBERS) > 25
+
+
+def test_a_command_without_work_is_refused(run_file):
+    for argv in ([], ["--seed", "1"], ["--do_train", "False"]):
+        with pytest.raises(UserError, match="nothing to do: give --do_train"):
+            parse_arguments(argv, description="")
+    for argv in (["--do_eval"], ["--do_predict"], ["--config", run_file({"args": {"do_predict": True}})]):
+        assert not parse_arguments(argv, description="").do_train
 
 
 def test_all_problems_are_listed_at_once():

@@ -27,7 +27,7 @@ KEYS = {
 
 def flags(*more: str):
     argv = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.5"]
-    argv += ["--learning_rate", "1e-4", "--bf16", "--deepspeed", "x.json", *more]
+    argv += ["--learning_rate", "1e-4", "--bf16", "--do_train", "--deepspeed", "x.json", *more]
     return parse_arguments(argv, description="")
 
 

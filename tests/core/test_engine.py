@@ -11,10 +11,12 @@ from torch import nn
 
 from core.arguments import parse_arguments
 from core.data import IGNORE_INDEX, BatchLoader, make_buckets
+from core.device import Device
 from core.engine import Engine
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.run import Run
+from tests import fake_bridge
 
 LENGTHS = [(1 + (row * 5) % 8, 1 + (row * 3) % 8) for row in range(26)]
 
@@ -296,3 +298,85 @@ def test_a_run_of_one_step_has_no_throughput(tmp_path: Path) -> None:
     metrics = engine.finish_training()
     assert metrics["train_samples_per_second"] is None
     assert math.isfinite(metrics["train_runtime"])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_step_boundaries_and_fused_kernels_on_a_gaudi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipelined: bool
+) -> None:
+    """On a stand-in for the bridge: where the boundaries are, which kernels run; the numbers are the CPU's."""
+    flags = ["--max_steps", "3", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    flags += [
+        "--learning_rate",
+        "0.01",
+        "--save_strategy",
+        "no",
+        "--logging_steps",
+        "100",
+        "--use_hpu_graphs_for_training",
+    ]
+    config = GaudiConfig(use_fused_adam=True, use_fused_clip_norm=True)
+    _, expected, _ = run(tmp_path / "cpu", *flags, dropout=0.5)
+    with fake_bridge.installed(tmp_path / "bridge", mode="lazy") as bridge:
+        device = Device("hpu", "gaudi2", "lazy", torch.device("cpu"), torch.hpu)
+        monkeypatch.setattr("core.run.select_device", lambda args, mode: device)
+        flags += ["--pipelining_fwd_bwd"] if pipelined else []
+        args = arguments(tmp_path / "hpu", *flags)
+        args.execution_mode = "lazy"
+        whole = Run(args, config, "toy")
+        model = Model(0.5)
+        engine = Engine(whole, model, loader_of(args))
+        boundaries = []
+        for window in engine.windows():
+            before = bridge.count("mark_step")
+            for batch in engine.micro_batches(window):
+                with engine.autocast():
+                    loss = loss_sum(model, batch)
+                engine.backward(loss)
+            synced = bridge.count("synchronize")
+            engine.step(window)
+            boundaries.append(bridge.count("mark_step") - before - (bridge.count("synchronize") - synced))
+        names = [name for name, _ in bridge.calls]
+    assert type(engine.optimizer).__name__ == "FusedAdamW"
+    assert names.count("ModuleCacher") == names.count("FusedClipNorm") == 1
+    assert names.count("clip_norm") == 3
+    assert "disable_dynamic_shape" in names
+    assert boundaries[-1] == 2 * (2 if pipelined else 1) + 1
+    assert all(parameter.grad is not None for parameter in model.parameters())  # graphs write into the same gradients
+    torch.testing.assert_close(weights(model), weights(expected), rtol=0, atol=1e-6)
+
+
+def test_lamb_on_a_gaudi_steps_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_bridge.installed(tmp_path / "bridge", mode="lazy"):
+        device = Device("hpu", "gaudi2", "lazy", torch.device("cpu"), torch.hpu)
+        monkeypatch.setattr("core.run.select_device", lambda args, mode: device)
+        flags = ["--optim", "lamb", "--max_steps", "4", "--save_steps", "2", "--learning_rate", "0.01"]
+        _, straight, _ = run(tmp_path / "straight", *flags)
+        run(tmp_path / "two", *flags, stop=2)
+        _, resumed, _ = run(tmp_path / "two", *flags, "--resume_from_checkpoint", "auto")
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_profile_is_written_for_the_steps_asked_for(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "6", "--profiling_warmup_steps", "1", "--profiling_steps", "2")
+    traces = list((tmp_path / "run" / "profile").glob("*.json*"))
+    assert len(traces) == 1
+    assert traces[0].stat().st_size > 1000
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_training_equals_eager(tmp_path: Path, regional: bool) -> None:
+    flags = ["--max_steps", "3", "--learning_rate", "0.01", "--save_strategy", "no"]
+    _, expected, _ = run(tmp_path / "eager", *flags)
+    flags += ["--torch_compile_backend", "aot_eager", "--compile_from_sec_iteration"]
+    args = arguments(tmp_path / "compiled", *flags, *(["--use_regional_compilation"] if regional else []))
+    args.execution_mode = "compile"
+    whole = Run(args, GaudiConfig(), "toy")
+    model = Model()
+    engine = Engine(whole, model, loader_of(args))
+    for window in engine.windows():
+        for batch in engine.micro_batches(window):
+            engine.backward(loss_sum(model, batch))
+        engine.step(window)
+    torch.testing.assert_close(weights(model), weights(expected), rtol=0, atol=1e-6)
+    assert list(model.state_dict()) == list(expected.state_dict())

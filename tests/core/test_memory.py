@@ -70,12 +70,13 @@ def test_an_outer_phase_includes_its_inner_ones():
     tracker = MemoryTracker(device)
     with tracker.phase("train"):
         device.use(5_000_000_000)
-        with tracker.phase("save"):
-            device.use(6_000_000_000)
         with tracker.phase("eval"):
-            device.use(2_000_000_000)
+            with tracker.phase("generate"):
+                device.use(6_000_000_000)
+            with tracker.phase("score"):
+                device.use(2_000_000_000)
         device.use(3_000_000_000)
-    assert tracker.peaks() == {"train": 6.0, "save": 6.0, "eval": 2.0}
+    assert tracker.peaks() == {"train": 6.0, "eval": 6.0, "generate": 6.0, "score": 2.0}
 
 
 def test_peaks_can_be_read_within_a_phase():

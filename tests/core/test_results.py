@@ -126,7 +126,7 @@ def test_a_file_in_the_folders_place_is_one_line(tmp_path):
 
 
 def test_a_run_is_described_so_that_it_can_be_repeated(tmp_path):
-    args = parse_arguments(["--seed", "7", "--bf16"], description="")
+    args = parse_arguments(["--seed", "7", "--bf16", "--do_train"], description="")
     run = describe_run(args, {"name": "gaudi2", "execution_mode": "lazy", "world_size": 1})
     assert run["arguments"] == {name: value for name, value in vars(args).items() if name != "run_file"}
     assert run["device"] == {"name": "gaudi2", "execution_mode": "lazy", "world_size": 1}
