@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
@@ -91,7 +92,7 @@ def _decided_by_flags(
         ]
     if "scheduler" in config:
         taken = SCHEDULES.get(str(config["scheduler"].get("type")), ())
-        warmup = steps and round(args.warmup_ratio * steps) if args.warmup_ratio else args.warmup_steps
+        warmup = steps and math.ceil(args.warmup_ratio * steps) if args.warmup_ratio else args.warmup_steps
         warmup = warmup if warmup is None else max(1, warmup)  # DeepSpeed refuses 0
         decided += [
             ("scheduler.params.warmup_min_lr", 0.0, None, "warmup_min_lr" in taken),

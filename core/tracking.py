@@ -204,7 +204,7 @@ def _names(asked: list[str]) -> list[str]:
 def profiler(args: Namespace, device: Device, output_dir: Path) -> Any:
     """Return torch's profiler over ``--profiling_steps`` forward passes, or None without them.
 
-    It lets ``--profiling_warmup_steps`` passes by, wants ``step()`` after each, and writes ``profile/`` for TensorBoard.
+    It lets ``--profiling_warmup_steps`` passes by, wants ``step()`` after each, and writes ``profile/``.
     """
     if not args.profiling_steps:
         return None
@@ -212,9 +212,10 @@ def profiler(args: Namespace, device: Device, output_dir: Path) -> Any:
 
     kinds = torch_profiler.ProfilerActivity
     own = getattr(kinds, device.torch_device.type.upper(), None)
+    warmup, active = args.profiling_warmup_steps, args.profiling_steps
     return torch_profiler.profile(
         activities=sorted({kinds.CPU, own} - {None}, key=str),
-        schedule=torch_profiler.schedule(wait=0, warmup=args.profiling_warmup_steps, active=args.profiling_steps, repeat=1),
+        schedule=torch_profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1),
         on_trace_ready=torch_profiler.tensorboard_trace_handler(str(output_dir / "profile")),
         record_shapes=args.profiling_record_shapes,
         with_stack=args.profiling_with_stack,

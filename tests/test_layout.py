@@ -176,6 +176,20 @@ def test_no_state_is_unpickled_and_no_file_is_large() -> None:
         assert path.suffix not in (".pt", ".pth", ".bin", ".pkl", ".pickle"), name
 
 
+def test_every_flag_is_read_or_said_to_have_no_effect() -> None:
+    """A flag that nothing reads is a promise that nothing keeps. Declarations and their help do not count."""
+    from dataclasses import fields
+
+    from core.arguments import NO_EFFECT, REFUSED, SHARED_GROUPS
+
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
+    text = "".join(part.partition("class StrictParser")[2] or part for part in texts)
+    for name in (field.name for group in SHARED_GROUPS for field in fields(group)):
+        by_phase = re.sub("^(do|max)_(eval|predict)", r"\1_{phase}", name)  # read as f"do_{phase}"
+        read = re.search(rf"\b{name}\b", text) or (by_phase != name and by_phase in text)
+        assert read or name in NO_EFFECT or name in REFUSED, name
+
+
 def test_help_of_a_recipe_needs_no_torch_in_the_parser() -> None:
     code = "import sys; import core.arguments, core.hub, core.mixed_precision; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)

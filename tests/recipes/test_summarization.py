@@ -172,6 +172,24 @@ def test_the_decoder_input_is_shifted_once(summarization: ModuleType, tiny_t5: P
     torch.testing.assert_close(summarization.loss_sum(model, batch) / 7, own)
 
 
+def test_evaluation_alone_in_bf16(summarization: ModuleType, base: list[str]) -> None:
+    """optimum-habana's command for evaluation only has --bf16_full_eval."""
+    low, full = (summarization.main([*base, "--do_eval", *flag])["eval_loss"] for flag in (["--bf16_full_eval"], []))
+    assert low != full
+    assert low == pytest.approx(full, rel=0.02)
+
+
+def test_compiled_equals_eager(summarization: ModuleType, base: list[str], tmp_path: Path) -> None:
+    losses = []
+    for mode in (["--execution_mode", "eager"], ["--torch_compile", "--torch_compile_backend", "aot_eager"]):
+        folder = str(tmp_path / mode[0])
+        given = [*base, "--do_train", "--max_steps", "2", "--pad_to_max_length", "--output_dir", folder, *mode]
+        losses.append(summarization.main([*given, "--save_strategy", "no"])["train_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    written = json.loads((tmp_path / "--torch_compile" / "all_results.json").read_text())
+    assert written["run"]["graphs_compiled"] > 0
+
+
 def test_padding_as_target_is_a_choice(summarization: ModuleType, base: list[str]) -> None:
     both = [
         summarization.main([*base, "--do_eval", "--pad_to_max_length", "--ignore_pad_token_for_loss", value])[
@@ -365,23 +383,39 @@ def test_run_files_win_over_defaults_and_flags_over_run_files(
     assert re.search(r"eval_rougeLsum .*38\.6 .*n/a .*8 x gaudi2 .*reported elsewhere; not comparable: .*device", shown)
 
 
-@pytest.mark.parametrize("place", ["elsewhere", "sibling"])
-def test_a_copy_runs(tiny_t5: Path, pair_files: dict[str, str], tmp_path: Path, place: str) -> None:
-    """A folder elsewhere finds the installed core, a sibling folder finds the repository's."""
-    if place == "elsewhere":
-        copy, environment = (
-            tmp_path / "mine",
-            {**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )  # as an editable install does
-        shutil.copytree(SCRIPT.parent, copy)
-    else:
-        copy, environment = tmp_path / "repository" / "recipes" / "mine", os.environ.copy()
-        shutil.copytree(SCRIPT.parent, copy)
-        shutil.copytree(REPOSITORY / "core", tmp_path / "repository" / "core")
-    flags = ["--model_name_or_path", str(tiny_t5), *flags_of(pair_files, "train"), *LENGTHS, *QUIET]
-    done = as_program(*flags, "--do_train", "--max_steps", "1", script=copy / "run.py", cwd=tmp_path, env=environment)
+def run_copy(copy: Path, python: str, flags: list[str], cwd: Path) -> None:
+    shutil.copytree(SCRIPT.parent, copy)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, str(copy / "run.py"), *flags, *LENGTHS, *QUIET, "--do_train", "--max_steps", "1"]
+    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob("runs/summarization/*/all_results.json"))) == 1
+    assert len(list(cwd.glob("runs/summarization/*/all_results.json"))) == 1
+
+
+def test_a_copy_beside_the_recipe_runs(tiny_t5: Path, pair_files: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "core", tmp_path / "repository" / "core")
+    flags = ["--model_name_or_path", str(tiny_t5), *flags_of(pair_files, "train")]
+    run_copy(tmp_path / "repository" / "recipes" / "mine", sys.executable, flags, tmp_path)
+
+
+def test_a_copy_elsewhere_runs_after_an_editable_install(
+    tiny_t5: Path, pair_files: dict[str, str], tmp_path: Path
+) -> None:
+    """A real environment with a real ``pip install -e``; the libraries are those of this one."""
+    import sysconfig
+    import venv
+
+    venv.create(tmp_path / "environment", with_pip=False)
+    python = str(tmp_path / "environment" / "bin" / "python")
+    site = next((tmp_path / "environment" / "lib").glob("python*")) / "site-packages"
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    source = tmp_path / "repository"
+    shutil.copytree(REPOSITORY, source, ignore=shutil.ignore_patterns(".git", "runs", "*cache*", "tests"))
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "--no-deps", "-e"]
+    installed = subprocess.run([*pip, str(source)], capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stderr
+    flags = ["--model_name_or_path", str(tiny_t5), *flags_of(pair_files, "train")]
+    run_copy(tmp_path / "elsewhere" / "mine", python, flags, tmp_path)
 
 
 def test_help_answers_at_once_and_groups_its_flags() -> None:
