@@ -156,9 +156,6 @@ def save_model(model: nn.Module, folder: Path) -> None:
     Models with ``save_pretrained`` write themselves, so that ``from_pretrained`` loads the folder.
     """
     if hasattr(model, "save_pretrained"):
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # one bar, the run's own, is enough
         model.save_pretrained(folder, save_original_format=False)
         return
     tensors, seen = {}, set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers.utils.logging import disable_progress_bar
 
 from core import checkpoint, distributed, graphs, results
 from core.data import Batch, BatchLoader
@@ -44,6 +46,9 @@ class Run:
 
     def __init__(self, args: Namespace, gaudi_config: GaudiConfig, name: str) -> None:
         distributed.require_single_process()
+        disable_progress_bar()  # transformers' own; one bar, the run's, is enough
+        if args.disable_tqdm:
+            os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later
         if args.deepspeed:
             raise UserError("--deepspeed: this release trains on one device, without DeepSpeed; leave it out")
         self.args, self.gaudi_config = args, gaudi_config

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections import namedtuple
 from types import SimpleNamespace
 
-import fake_bridge
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from core import errors
 from core.arguments import parse_arguments
 from core.device import BRIDGE, LAZY_VARIABLE, Device, decide_execution_mode, select_device
 from core.errors import UserError
+from tests import fake_bridge
 
 # Flags, and the mode that they ask for (None: whatever is there).
 REQUESTS = {

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from types import ModuleType
 
-import fake_bridge
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from core.arguments import parse_arguments
 from core.device import Device
 from core.errors import UserError
 from core.graphs import ShapeLedger
+from tests import fake_bridge
 
 # A setting that this torch no longer has: the torch of a Gaudi does.
 pytestmark = pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules is deprecated:FutureWarning")

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import pairs, write_jsonl
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
@@ -19,6 +18,7 @@ from core import errors
 from core.arguments import parse_arguments
 from core.errors import UserError
 from core.hub import HubArguments, go_offline_if_unreachable, is_local, load_splits, loading, model_options
+from tests.conftest import pairs, write_jsonl
 
 NOT_HERE = "nobody/no-such-model"
 

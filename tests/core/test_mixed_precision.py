@@ -11,7 +11,6 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_bridge
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from core.device import BRIDGE, Device
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.mixed_precision import Precision, announce_op_lists, effective_op_lists, known_ops, resolve_precision
+from tests import fake_bridge
 
 BF16_VARIABLE, FP32_VARIABLE = mixed_precision.OP_LIST_VARIABLES.values()
 

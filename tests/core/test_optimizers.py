@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
-import fake_bridge
 import numpy as np
 import pytest
 import torch
@@ -30,6 +29,7 @@ from core.optimizers import (
     parameter_groups,
     parse_optim_args,
 )
+from tests import fake_bridge
 
 PLAIN, FUSED = GaudiConfig(), GaudiConfig(use_fused_adam=True, use_fused_clip_norm=True)
 
