@@ -13,7 +13,9 @@ import gc
 import importlib.util
 import inspect
 import json
+import keyword
 import os
+import random
 import re
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from typing import Any
 DEFAULT_PACKAGES = ("stdlib", "torch", "numpy", "pandas", "sympy", "networkx", "nltk", "huggingface_hub", "datasets",
                     "accelerate")  # fmt: skip
 MAX_CODE_CHARS = 400
+CODE_WORDS = {*(word.lower() for word in keyword.kwlist), "self", "cls"}
 SKIPPED_FOLDER = re.compile(r"_?tests?|_?testing|test_.*|.*_tests?|idlelib|(?:site|dist)-packages|__pycache__|\..*")
 SECTION = re.compile(  # a description ends at the first section heading, field list, doctest, directive or table
     r"[-=~^+|]{3,}|>>>|\.\. |[:@](?:param|return|raise|r?type|arg|key|[ic]?var|meta)|#+ |!!!|(?:Arg(?:ument)?s?|Shape|"
@@ -54,11 +57,32 @@ class DocumentedObject:
 
     package: str  # "stdlib" or a top-level package
     path: str  # the file's stable id, relative to the standard library or the package's parent: "json/decoder.py"
-    name: str  # qualified in its file: "JSONDecoder.decode"; of a module "decoder"
+    name: str  # without its class or package: "decode"; of a module "decoder"
     kind: str  # "module", "class" or "function"
     summary: str  # the docstring's first sentence, 4 to 30 words of ASCII
     description: str  # the prose after it, up to the first section
     code: str  # the source without the docstring, at most MAX_CODE_CHARS characters
+
+    @property
+    def title(self) -> str:
+        """The name in words, and what it belongs to: "default of JSON Encoder"."""
+        parts = [identifier_words(part) for part in self.name.split(".")]
+        return " of ".join([parts[-1], " ".join(parts[:-1])] if parts[:-1] else parts)
+
+    @property
+    def body(self) -> str:
+        """The description or, where there is none, the words of the code, each once, in order, without keywords."""
+        if self.description:
+            return identifier_words(self.description)
+        found = re.findall(r"[A-Za-z]{2,}", identifier_words(re.sub(r"#.*", "", self.code)))
+        words = {word.lower(): word for word in reversed(found) if word.lower() not in CODE_WORDS}
+        return " ".join(list(reversed(words.values()))[:40])
+
+
+def identifier_words(text: str) -> str:
+    """Split identifiers: ``parse_URLPath`` becomes ``parse URL Path``."""
+    text = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", text)
+    return re.sub(r"[_\s]+", " ", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1 \2", text)).strip()
 
 
 def clean_markup(text: str) -> str:
@@ -87,12 +111,12 @@ def split_docstring(docstring: str) -> tuple[str, str]:
     return summary, description if len(description.split()) >= 4 else ""
 
 
-def _nodes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[ast.AST, str]]:
+def _nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node, prefix + node.name
+            yield node
         if isinstance(node, (ast.ClassDef, ast.If, ast.Try, ast.With)):  # functions inside functions are left out
-            yield from _nodes(node.body, f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix)
+            yield from _nodes(node.body)
 
 
 def read_source(source: str, package: str, path: str) -> list[DocumentedObject]:
@@ -106,13 +130,14 @@ def read_source(source: str, package: str, path: str) -> list[DocumentedObject]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     found, lines, module = [], source.split("\n"), Path(path.removesuffix("/__init__.py")).stem
-    for node, name in ((tree, module), *_nodes(tree.body)):
+    for node in (tree, *_nodes(tree.body)):
         summary, description = split_docstring(ast.get_docstring(node, clean=False) or "")
         if summary:
             kind = {"Module": "module", "ClassDef": "class"}.get(type(node).__name__, "function")
             start, end = (0, len(lines)) if kind == "module" else (node.lineno - 1, node.end_lineno)
             code = lines[start : node.body[0].lineno - 1] + lines[node.body[0].end_lineno : end]
             code = inspect.cleandoc("\n".join(code[:60]))[:MAX_CODE_CHARS].strip()
+            name = getattr(node, "name", module)
             found.append(DocumentedObject(package, path, name, kind, summary, description, code))
     return found
 
@@ -180,6 +205,8 @@ def stable_split(key: str, validation_percent: int = 5, test_percent: int = 5) -
 def write_splits(rows: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Split rows by `stable_split` of their keys, and write ``<split>.jsonl``: what is installed differs by machine.
 
+    The rows of a split are in a fixed random order, so that the first ones are a sample of all.
+
     Args:
         rows: pairs of a key (the source file) and what JSON holds.
         folder: made if it is missing. The sha256 of each file is printed, and written to ``sha256.txt`` beside them.
@@ -195,6 +222,7 @@ def write_splits(rows: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> di
     folder.mkdir(parents=True, exist_ok=True)
     sums = ""
     for split, kept in splits.items():
+        random.Random(0).shuffle(kept)
         content = "".join(json.dumps(row) + "\n" for row in kept).encode()
         (folder / f"{split}.jsonl").write_bytes(content)
         sums += f"{sha256(content).hexdigest()}  {split}.jsonl\n"
@@ -204,20 +232,25 @@ def write_splits(rows: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> di
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer: 0 is padding, 1 ends a text, and no text has an unknown token.
+    """Train a BPE tokenizer on words, digits and punctuation in lower case: 0 is padding, 1 ends a text, 2 is unknown.
 
     Returns:
         ``transformers.PreTrainedTokenizerFast``, which `AutoTokenizer` loads again once it is saved.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
-    special = {"special_tokens": ["<pad>", "</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    splits = [pre_tokenizers.Metaspace(), pre_tokenizers.Digits(True), pre_tokenizers.Punctuation()]
+    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = (
+        normalizers.Lowercase(),
+        pre_tokenizers.Sequence(splits),
+        decoders.Metaspace(),
+    )
+    special = {"special_tokens": ["<pad>", "</s>", "<unk>"], "limit_alphabet": 200}
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **special))
     bpe.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 if __name__ == "__main__":

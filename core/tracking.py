@@ -133,7 +133,7 @@ class Tracker:
         where = (self.run_name, self.logging_dir) if kind.requires_logging_directory else (self.run_name,)
         # TensorBoard hides what an earlier process wrote about the steps that run again.
         purge = {"purge_step": start_step + 1} if name == "tensorboard" and start_step else {}
-        PartialState(cpu=True)  # accelerate's trackers need one; where the run has its own, this changes nothing
+        PartialState(cpu=True)  # the trackers make one if there is none, and that would open the accelerator
         tracker = kind(*where, **purge)
         tracker.start()
         return tracker

@@ -106,8 +106,7 @@ def documented_pairs(output_dir: Path) -> dict[str, Dataset]:
 
     from core.sample_data import documented_code, write_splits
 
-    things = documented_code()
-    pairs = [(x.path, {"text": f"{x.name} : {x.description or x.code}", "summary": x.summary}) for x in things]
+    pairs = [(x.path, {"text": f"{x.title} : {x.body}", "summary": x.summary}) for x in documented_code()]
     return {split: Dataset.from_list(rows) for split, rows in write_splits(pairs, output_dir / "data").items()}
 
 
@@ -206,10 +205,10 @@ def small_t5(data: dict[str, Dataset]) -> tuple[Any, Any]:
     from core.sample_data import train_tokenizer
 
     rows = data.get("train") or next(iter(data.values()))
-    tokenizer = train_tokenizer([*rows["text"], *rows["summary"]], vocab_size=3000)
-    sizes = {"vocab_size": len(tokenizer), "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    tokenizer = train_tokenizer([*rows["text"], *rows["summary"]], vocab_size=2000)
+    sizes = {"vocab_size": len(tokenizer), "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4}
     special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return tokenizer, T5Config(**sizes, **special, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    return tokenizer, T5Config(**sizes, **special, dropout_rate=0.0)
 
 
 # --- Task functions: loss and metric ----------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ def baselines(rows: Dataset, phase: str, named: bool) -> dict[str, float]:
     parts = [text.partition(" : ") if named else ("", "", text) for text in rows["text"]]
     guesses = {"lead": [(split_sentences(rest) or [""])[0] for _, _, rest in parts]}
     if named:
-        guesses["name"] = [re.sub(r"[_.]|(?<=[a-z])(?=[A-Z])", " ", name) for name, _, _ in parts]
+        guesses["name"] = [name for name, _, _ in parts]
     scores = {f"{phase}_{guess}_": rouge(texts, rows["summary"]) for guess, texts in guesses.items()}
     return {prefix + kind: round(value, 4) for prefix, values in scores.items() for kind, value in values.items()}
 

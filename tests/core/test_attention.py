@@ -172,16 +172,38 @@ def test_fused_attention_is_sdpas_twin_without_a_mask(family):
 
 @pytest.mark.parametrize("is_causal", [None, True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 5), (5, 5)])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", ["none", "fixed", "learned"])
 def test_causality_is_that_of_transformers_sdpa(is_causal, queries, keys, bias):
     register(GAUDI, arguments())
     module = torch.nn.Module()
     module.is_causal = True
     query, key, value = torch.randn(2, 3, queries, 4), torch.randn(2, 3, keys, 4), torch.randn(2, 3, keys, 4)
-    options = {"is_causal": is_causal, "position_bias": torch.randn(1, 3, queries, keys) if bias else None}
+    position_bias = torch.randn(1, 3, queries, keys, requires_grad=bias == "learned")
+    options = {"is_causal": is_causal, "position_bias": None if bias == "none" else position_bias}
     fused, _ = AttentionInterface._global_mapping[FUSED](module, query, key, value, None, **options)
     plain, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, None, **options)
     torch.testing.assert_close(fused, plain)
+
+
+def test_an_additive_mask_and_a_bias_add_up():
+    register(GAUDI, arguments())
+    query, mask, bias = torch.randn(2, 3, 5, 4), torch.randn(2, 1, 5, 5), torch.randn(1, 3, 5, 5)
+    for options in ({}, {"position_bias": bias}):
+        fused, _ = AttentionInterface._global_mapping[FUSED](torch.nn.Module(), query, query, query, mask, **options)
+        plain, _ = AttentionInterface._global_mapping["sdpa"](torch.nn.Module(), query, query, query, mask, **options)
+        torch.testing.assert_close(fused, plain)
+
+
+def test_plain_attention_drops_out():
+    register(GAUDI, arguments())
+    attend = AttentionInterface._global_mapping[FUSED]
+    query, bias = torch.randn(1, 1, 4, 4), torch.zeros(1, 1, 4, 4, requires_grad=True)
+    ones = torch.ones(1, 1, 4, 4)
+    torch.manual_seed(0)
+    out, _ = attend(torch.nn.Module(), query, query, ones, None, dropout=0.5, is_causal=False, position_bias=bias)
+    assert not torch.allclose(out, torch.ones(()))  # the weights that are left no longer sum to 1
+    out, _ = attend(torch.nn.Module(), query, query, ones, None, is_causal=False, position_bias=bias)
+    torch.testing.assert_close(out, torch.ones_like(out))
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])
@@ -261,6 +283,18 @@ def test_causal_mask_of_the_kernel_refuses_padding_on_the_left():
     register(GAUDI, arguments(flash_attention_causal_mask=True))
     with pytest.raises(UserError, match="flash_attention_causal_mask needs padding on the right"):
         build("gpt2", FUSED)(**{key: value.flip(1) for key, value in inputs.items()})
+
+
+def test_padding_is_looked_at_once(monkeypatch):
+    register(GAUDI, arguments(flash_attention_causal_mask=True))
+    reads = []
+    read = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: reads.append(1) or read(self))
+    make = AttentionMaskInterface._global_mapping[FUSED]
+    whole = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}
+    for _ in range(3):
+        make(**whole, allow_is_causal_skip=True, attention_mask=torch.ones(1, 4, dtype=torch.bool))
+    assert len(reads) == 1
 
 
 def test_options_reach_the_kernel():

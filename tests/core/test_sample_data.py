@@ -81,7 +81,7 @@ def test_objects_of_a_file_without_importing_it(packages) -> None:
         ("tables", "module", "Tools that read the tide tables.",
          "The tables come from the harbour office once a year."),
         ("Table", "class", "Heights of one harbour by hour.", ""),
-        ("Table.look_up", "function", "Return the height of the water at an hour.",
+        ("look_up", "function", "Return the height of the water at an hour.",
          "Between hours it is interpolated linearly."),
         ("fetch", "function", "Fetch tables from the address given.",
          "Retries are the caller's business, see the guide:"),

@@ -7,6 +7,7 @@ import threading
 from argparse import Namespace
 
 import pytest
+from accelerate import PartialState
 from accelerate.tracking import GeneralTracker
 
 from core import errors, tracking
@@ -96,6 +97,14 @@ def test_all_is_tensorboard_and_csv(tmp_path):
     assert len(read_csv(tmp_path / "logs" / "metrics.csv")) == 2
 
 
+def test_trackers_leave_the_accelerator_alone(tmp_path):
+    """accelerate's trackers ask for the process state, and the first to ask decides about the device."""
+    PartialState._reset_state()
+    tracker = Tracker(arguments(report_to=["tensorboard"]), tmp_path, total_steps=1)
+    tracker.finish()
+    assert PartialState()._cpu is True
+
+
 def test_tensorboard_hides_the_steps_that_run_again(tmp_path):
     args = arguments(report_to=["tensorboard"], run_name="run", logging_dir=str(tmp_path / "elsewhere"))
     first = Tracker(args, tmp_path, total_steps=5)
@@ -142,11 +151,13 @@ class Failing(GeneralTracker):
     name = "failing"
     requires_logging_directory = False
     tracker = None
+    calls = 0
 
     def __init__(self, run_name: str) -> None:
         super().__init__()
 
     def log(self, values, step=None, **kwargs):
+        Failing.calls += 1
         raise ConnectionError("no route")
 
 
@@ -158,6 +169,7 @@ def test_a_service_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
     tracker.log({"loss": 1.0}, 1)
     tracker.log({"loss": 0.5}, 2)
     assert len(read_csv(tmp_path / "logs" / "metrics.csv")) == 2
+    assert Failing.calls == 1
     assert [record.getMessage() for record in caplog.records] == [
         "--report_to failing stopped (ConnectionError('no route')); metrics.csv has all records"
     ]
@@ -165,11 +177,12 @@ def test_a_service_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
 
 def test_the_bar_shows_the_run(tmp_path, capsys):
     tracker = Tracker(arguments(disable_tqdm=False), tmp_path, total_steps=10, start_step=4)
+    assert "4/10" in capsys.readouterr().err
     tracker.advance(5, loss=2.34567, learning_rate=1e-4, samples_per_second=12.3456, memory=1.5)
-    tracker.advance(6, loss=2.0)
+    tracker.advance(8, loss=2.0)
     tracker.bar.refresh()
     shown = capsys.readouterr().err
-    assert "6/10" in shown
+    assert "8/10" in shown
     for part in ("loss=2", "lr=0.0001", "samples/s=12.35", "GB=1.50"):
         assert part in shown.rsplit("\r", 1)[-1]
     tracker.finish()
@@ -186,14 +199,18 @@ def test_no_bar_where_none_is_wanted(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "rank1").exists()
 
 
-def test_finish_leaves_nothing_running(tmp_path):
+def test_finish_leaves_nothing_running(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking._Bar, "monitor", None)  # an earlier bar may have left one
     before = set(threading.enumerate())
     tracker = Tracker(arguments(report_to=["all"], disable_tqdm=False), tmp_path, total_steps=2)
     tracker.store_init_configuration({"a": 1})
     tracker.log({"loss": 1.0}, 1)
-    assert len(set(threading.enumerate()) - before) <= 1  # TensorBoard's writer, and no watcher of the bar
+    assert len(set(threading.enumerate()) - before) == 1  # TensorBoard's writer, and no watcher of the bar
     tracker.finish()
+    assert tracker.bar.disable  # what a closed bar says of itself
+    (tmp_path / "loss_curve.png").unlink()
     tracker.finish()
+    assert not (tmp_path / "loss_curve.png").exists()
     assert set(threading.enumerate()) == before
     assert multiprocessing.active_children() == []
 
