@@ -93,6 +93,7 @@ class DeviceArguments:
     gaudi_config: str | None = flag(None, "JSON file, folder, t5 or Habana/t5", aliases=["--gaudi_config_name"])
     use_habana: bool | None = switch("train on a Gaudi; without one: a warning, and the next best device")
     use_cpu: bool = flag(False, "train on the CPU although there is an accelerator", aliases=["--no_cuda"])
+    cpu_threads: int | None = flag(None, "threads of one operator on the CPU (default: torch's choice)")
     execution_mode: Literal["auto", "lazy", "eager", "compile"] = flag("auto", "auto: lazy on a Gaudi, else eager")
     use_lazy_mode: bool | None = switch("True: --execution_mode lazy; False: eager, or compile with --torch_compile")
     torch_compile: bool = flag(False, "--execution_mode compile")
@@ -169,7 +170,7 @@ REFUSED = {
 COUNTS = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps",
     "save_steps", "eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples", "max_predict_samples",
-    "length_buckets", "max_hpu_graphs", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
+    "length_buckets", "max_hpu_graphs", "cpu_threads", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
 )  # fmt: skip
 SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
 UNSET_BELOW_ZERO = ("max_steps", "local_rank")

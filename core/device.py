@@ -62,7 +62,7 @@ def decide_execution_mode(args: Namespace, environ: MutableMapping[str, str] = o
     default_lazy = variable == "1" if variable is not None else bridge_is_installed()
     mode = modes.pop() if modes else ("lazy" if default_lazy else "eager")
     needed = "1" if mode == "lazy" else "0"
-    if BRIDGE in sys.modules and variable != needed:  # unset: the bridge took its default, which releases differ in
+    if BRIDGE in sys.modules and variable != needed:  # unset: it took a default, and those differ
         raise UserError(f"the bridge was imported before {mode} mode was set; export {LAZY_VARIABLE}={needed} first")
     if bridge_is_installed():
         environ[LAZY_VARIABLE] = needed
@@ -236,6 +236,8 @@ def select_device(args: Namespace, mode: str) -> Device:
     """
     import torch
 
+    if args.cpu_threads:
+        torch.set_num_threads(args.cpu_threads)
     if args.use_habana and args.use_cpu:
         raise UserError("--use_habana and --use_cpu contradict each other; give one")
     hpu = getattr(torch, "hpu", None)

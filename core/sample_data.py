@@ -28,9 +28,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-# What the requirements bring in, also through torch (sympy, networkx), datasets (pandas) and the metrics (nltk).
-DEFAULT_PACKAGES = ("stdlib", "torch", "numpy", "pandas", "sympy", "networkx", "nltk", "huggingface_hub", "datasets",
-                    "accelerate")  # fmt: skip
+# What the requirements bring in, also through torch (sympy, networkx), datasets (pandas) and rouge_score (nltk). Not
+# torch and transformers themselves: to read them takes longer than all of these together.
+DEFAULT_PACKAGES = ("stdlib", "numpy", "pandas", "sympy", "networkx", "nltk", "matplotlib", "datasets", "accelerate")
 MAX_CODE_CHARS = 400
 CODE_WORDS = {*(word.lower() for word in keyword.kwlist), "self", "cls"}
 SKIPPED_FOLDER = re.compile(r"_?tests?|_?testing|test_.*|.*_tests?|idlelib|(?:site|dist)-packages|__pycache__|\..*")
@@ -65,9 +65,8 @@ class DocumentedObject:
 
     @property
     def title(self) -> str:
-        """The name in words, and what it belongs to: "default of JSON Encoder"."""
-        parts = [identifier_words(part) for part in self.name.split(".")]
-        return " of ".join([parts[-1], " ".join(parts[:-1])] if parts[:-1] else parts)
+        """The bare name in words: "make archive"."""
+        return identifier_words(self.name.rpartition(".")[2])
 
     @property
     def body(self) -> str:

@@ -106,7 +106,8 @@ def documented_pairs(output_dir: Path) -> dict[str, Dataset]:
 
     from core.sample_data import documented_code, write_splits
 
-    pairs = [(x.path, {"text": f"{x.title} : {x.body}", "summary": x.summary}) for x in documented_code()]
+    things = [x for x in documented_code() if x.kind == "function" and len(x.summary.split()) <= 16]
+    pairs = [(x.path, {"text": f"{x.title} : {x.body}", "summary": x.summary}) for x in things]
     return {split: Dataset.from_list(rows) for split, rows in write_splits(pairs, output_dir / "data").items()}
 
 
@@ -190,6 +191,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
             model = AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **kinds, **options)
         else:
             model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=choice)
+            model.generation_config.update(no_repeat_ngram_size=2, length_penalty=1.5, early_stopping=True)
     model.config.use_cache = args.use_cache
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))

@@ -20,6 +20,8 @@ from core.errors import UserError
 from core.hub import HubArguments, go_offline_if_unreachable, is_local, load_splits, loading, model_options
 from tests.conftest import pairs, write_jsonl
 
+# What goes wrong in the probe's thread must not be printed between the run's lines.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 NOT_HERE = "nobody/no-such-model"
 
 

@@ -321,12 +321,16 @@ def test_biases_and_norms_have_no_decay():
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
 
+    class Renamed(nn.LayerNorm):
+        pass
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.convolution = nn.Linear(4, 4), nn.Conv1d(4, 4, 1)
             self.norms = nn.ModuleList([nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.BatchNorm1d(4)])
             self.own, self.attention, self.recurrent = T5LayerNorm(), nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)
+            self.renamed = Renamed(4)
             self.scale = nn.Parameter(torch.ones(4))
 
     decayed, rest = grouped(Model())
@@ -334,7 +338,8 @@ def test_biases_and_norms_have_no_decay():
         "linear.weight", "convolution.weight", "attention.in_proj_weight", "attention.out_proj.weight",
         "recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "scale",
     }  # fmt: skip
-    assert {"attention.in_proj_bias", "recurrent.bias_hh_l0", "own.weight", "norms.1.weight", "linear.bias"} <= rest
+    assert {"attention.in_proj_bias", "recurrent.bias_hh_l0", "linear.bias"} <= rest
+    assert {"own.weight", "renamed.weight", "norms.1.weight"} <= rest
 
 
 def test_t5s_norms_position_biases_and_tied_parameters():
@@ -396,12 +401,19 @@ def transfer(model: nn.Module, optimizer: torch.optim.Optimizer, target: Callabl
     return copy, other
 
 
+def kinds(state: dict) -> dict:
+    """What each entry of a parameter's state is, as its optimiser keeps it."""
+    return {key: (type(value), getattr(value, "dtype", None)) for key, value in state.items() if value is not None}
+
+
 @pytest.mark.parametrize(("optim", "argv", "config"), ROUND_TRIPS)
 def test_round_trips_are_exact(optim, argv, config):
     model = Small()
     optimizer = make(optim, model, *argv, config=config)
     train(model, optimizer, range(5))
     copy, other = transfer(model, optimizer, lambda m: make(optim, m, *argv, config=config))
+    for one, two in zip(model.parameters(), copy.parameters(), strict=True):
+        assert kinds(optimizer.state[one]) == kinds(other.state[two])
     for step in range(5, 8):
         train(model, optimizer, range(step, step + 1))
         train(copy, other, range(step, step + 1))
@@ -627,3 +639,10 @@ def test_frozen_and_unused_parameters_do_not_count():
     assert Clipper(model, 1.0, PLAIN, cpu()).clip().item() == pytest.approx(10.0, rel=1e-5)
     model.zero_grad()
     assert Clipper(model, 1.0, PLAIN, cpu()).clip().item() == 0.0
+
+
+def test_habanas_clip_gets_the_trainable_parameters_only(bridge):
+    model = model_with_gradient(10.0)
+    model.bias.requires_grad_(False)
+    Clipper(model, 1.0, FUSED, gaudi())
+    assert [given["parameters"] for _, given in bridge.calls] == [[model.weight]]
