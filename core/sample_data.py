@@ -28,7 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-# What the requirements bring in, also through torch (sympy, networkx), datasets (pandas) and rouge_score (nltk). Not
+# What the requirements bring in, also through torch (sympy, networkx), datasets (pandas) and the metrics (nltk). Not
 # torch and transformers themselves: to read them takes longer than all of these together.
 DEFAULT_PACKAGES = ("stdlib", "numpy", "pandas", "sympy", "networkx", "nltk", "matplotlib", "datasets", "accelerate")
 MAX_CODE_CHARS = 400

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,11 +17,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any of the libraries reads it
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the recorded numbers are the CPU's
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
+
+from core import errors  # noqa: E402
+
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rebase", action="store_true", help="rewrite the recorded losses with those of this machine")
+
+
+@pytest.fixture(autouse=True)
+def _separate() -> Iterator[None]:
+    """What a test leaves in the environment, or has warned of, is not there for the next one."""
+    before = dict(os.environ)
+    errors._warned.clear()
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def load_recipe(name: str) -> ModuleType:

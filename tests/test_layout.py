@@ -80,7 +80,7 @@ def test_walls(path: Path) -> None:
     if path.stem != "device":
         assert not any(name.startswith("habana_frameworks") for name in imported)
         assert not re.search(r"import_module\([^)]*habana", text)
-        assert not re.search(r"\.kind\s*(==|!=|in)\s", text), "ask the device for a capability"
+        assert not re.search(r"device\.kind\s*(==|!=|in)\s", text), "ask the device for a capability"
     assert not re.search(r"torch\.load\(|\bpickle\b|shell=True|trust_remote_code=True|mktemp\(", text)
     if path.parent.name == "core":
         task = r"summari[sz]|\brouge|seq2seq|\bT5|\bBART|\bBERT|\bGPT|diffusion|\bViT\b|cnn_dailymail|wikitext"
