@@ -47,6 +47,19 @@ class Window:
         return torch.tensor(1.0 / max(self.targets, 1))
 
 
+def require_rows(count: int, split: str, args: Namespace) -> None:
+    """Refuse what would train or evaluate nothing, before a model is loaded.
+
+    Raises:
+        UserError: there is no row, or too few training rows for one optimiser step with ``--dataloader_drop_last``.
+    """
+    window = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if count == 0:
+        raise UserError(f"the {split} split has no rows")
+    if split == "train" and args.dataloader_drop_last and count < window:
+        raise UserError(f"--dataloader_drop_last: {count} rows make no optimiser step of {window} rows; leave it out")
+
+
 def make_buckets(
     lengths: Sequence[Sequence[int]], limits: Sequence[int], count: int, multiple: int = 8
 ) -> list[tuple[int, ...]]:
@@ -204,10 +217,7 @@ class BatchLoader:
         rows, window = len(lengths), batch_size * accumulation
         self.windows_per_epoch = rows // window if drop_last else -(-rows // window)
         if self.windows_per_epoch == 0:
-            raise UserError(
-                f"{rows} rows make no optimiser step of {window} rows; give more rows or a smaller batch size"
-                + (", or leave --dataloader_drop_last out" if drop_last and rows else "")
-            )
+            raise UserError(f"{rows} rows make no optimiser step of {window} rows; give more rows or smaller batches")
         if drop_last and rows % window:
             say(f"dataloader_drop_last: {rows % window} of {rows} rows are left out of each epoch")
 

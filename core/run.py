@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from core import checkpoint, distributed, graphs, results
+from core import checkpoint, distributed, graphs, optimizers, results
 from core.data import Batch, BatchLoader
 from core.device import select_device
 from core.errors import UserError, say, warn_once
@@ -23,7 +23,7 @@ from core.gaudi_config import GaudiConfig
 from core.memory import MemoryTracker
 from core.mixed_precision import effective_op_lists, resolve_precision
 from core.throughput import Throughput
-from core.tracking import banner
+from core.tracking import banner, tracker_names
 
 
 class Run:
@@ -60,6 +60,11 @@ class Run:
         self.op_lists = effective_op_lists(gaudi_config, self.device)
         for key, ops in self.op_lists.items():
             say(f"{key}: {' '.join(ops)}")
+        tracker_names(args.report_to)
+        if args.do_train:  # on one weight, so that a wrong option is said before a model of hours is loaded
+            weight = nn.Linear(1, 1).to(self.device.torch_device)
+            optimizer = optimizers.create_optimizer(weight, args, gaudi_config, self.device)
+            optimizers.create_schedule(optimizer, args, total_steps=1)
         self.output_dir = results.claim_output_dir(args, name)
         self.resume_from = checkpoint.find(args.resume_from_checkpoint, self.output_dir) if args.do_train else None
         random.seed(args.seed)

@@ -117,7 +117,7 @@ class Tracker:
         start_step: int = 0,
         loss_label: str = "loss (nats, mean over targets)",
     ) -> None:
-        names = _names(args.report_to)  # on every rank: all stop on a wrong name
+        names = tracker_names(args.report_to)  # on every rank: all stop on a wrong name
         self.trackers: list[GeneralTracker] = []
         self.output_dir, self.loss_label = Path(output_dir), loss_label
         self.logging_dir = Path(args.logging_dir or self.output_dir / "logs")
@@ -188,7 +188,7 @@ class _Bar(tqdm):
         self.shown: dict[str, str] = {}
 
 
-def _names(asked: list[str]) -> list[str]:
+def tracker_names(asked: list[str]) -> list[str]:
     available = [str(name) for name in get_available_trackers()]
     choices = [*available, "all", "none"]
     for name in asked:

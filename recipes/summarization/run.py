@@ -113,6 +113,8 @@ def documented_pairs(output_dir: Path) -> dict[str, Dataset]:
 
 def check_rows(rows: Dataset, split: str, args: Namespace) -> Dataset:
     """Name the two columns ``text`` and ``summary``, and refuse (or drop, if asked to) rows without either."""
+    from core.data import require_rows
+
     data_set = (args.dataset_name or "").rpartition("/")[2]
     known = next((names.split() for names, sets in COLUMNS.items() if data_set in sets), None)
     names = known or [*rows.column_names, *rows.column_names][:2]
@@ -128,8 +130,7 @@ def check_rows(rows: Dataset, split: str, args: Namespace) -> Dataset:
         if not args.drop_empty_rows:
             raise UserError(f"{empty}; mend the data, or pass --drop_empty_rows")
         warn_once(f"{empty}; they are left out")
-    if not full:
-        raise UserError(f"the {split} split has no rows")
+    require_rows(len(full), split, args)
     return rows.select(full).select_columns(names).rename_columns(dict(zip(names, ("text", "summary"), strict=True)))
 
 
@@ -308,8 +309,7 @@ def show(texts: list[str], rows: Dataset, metrics: dict[str, Any], phase: str) -
         say(f"\ntext       {rows[at]['text'][:200]}\nreference  {rows[at]['summary']}\noutput     {texts[at]}")
     names = {"this model": "rouge1", "lead sentence": "lead_rouge1", "bare name": "name_rouge1"}
     figures = [f"{name} {metrics[f'{phase}_{key}']:.2f}" for name, key in names.items() if f"{phase}_{key}" in metrics]
-    if figures:
-        say(f"\nROUGE-1 ({phase}): {', '.join(figures)}")
+    say(f"\nROUGE-1 ({phase}): {', '.join(figures)}" if figures else "")
 
 
 # --- Main -------------------------------------------------------------------------------------------------------------

@@ -264,6 +264,9 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     (tmp_path / "holey.jsonl").write_text('{"text": "a", "summary": "b"}\n{"text": null, "summary": "b"}\n')
     (tmp_path / "config.json").write_text('{"use_fused_adm": true}')
     (tmp_path / "run.json").write_text('{"args": {"lerning_rate": 1}}')
+    another = tmp_path / "another"
+    another.mkdir()
+    (another / "all_results.json").write_text("{}")
     train = "--train_file"
     return {
         "missing": ([train, str(tmp_path / "absent.jsonl")], "--train_file.*absent.jsonl does not exist"),
@@ -288,15 +291,22 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "schedule": (["--lr_scheduler_type", "lineal"], "--lr_scheduler_type.*did you mean 'linear'"),
         "tracker": (["--report_to", "tensorbord"], "--report_to.*tensorboard"),
         "devices": (["--deepspeed", "zero2"], "--deepspeed"),
+        "optimiser": (["--optim", "sgd", "--optim_args", "momentun=0.9"], "--optim_args.*did you mean 'momentum'"),
+        "another run": (["--output_dir", str(another)], "--output_dir.*holds another run.*all_results"),
     }
 
 
 @pytest.mark.parametrize("name", [
     "missing", "empty", "extension", "broken", "null", "column", "config key", "config name", "run file", "flag",
     "mode", "precision", "no update", "drop last", "resume", "two sources", "schedule", "tracker", "devices",
+    "optimiser", "another run",
 ])  # fmt: skip
-def test_bad_input_is_one_clear_line(summarization: ModuleType, base: list[str], tmp_path: Path, name: str) -> None:
+def test_bad_input_is_one_clear_line(
+    summarization: ModuleType, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Before any model is built: building one would fail here."""
     flags, message = broken_input(tmp_path)[name]
+    monkeypatch.setattr(summarization, "build_model", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(UserError) as caught:
         summarization.main([*base, "--do_train", *flags])
     assert re.search(message, str(caught.value)), str(caught.value)
