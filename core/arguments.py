@@ -173,6 +173,7 @@ COUNTS = (
     "length_buckets", "max_hpu_graphs", "cpu_threads", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
 )  # fmt: skip
 SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
+BELOW = dict.fromkeys(SHARES, 1) | {"seed": 2**32, "data_seed": 2**32}
 UNSET_BELOW_ZERO = ("max_steps", "local_rank")
 RUN_FILE_KEYS = {"description": str, "command": str, "args": dict, "published": list, "caveats": list}
 
@@ -276,8 +277,9 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
     """Refuse values and combinations that cannot work, all at once; say which flags change nothing."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     problems = [f"--{name}: {reason}" for name, reason in REFUSED.items() if name in given]
-    for name in (f.name for group in SHARED_GROUPS for f in fields(group)):
-        value, least, most = getattr(args, name), int(name in COUNTS), 1 if name in SHARES else float("inf")
+    for name, kind in ((f.name, group) for group in parser.dataclass_types for f in fields(group)):
+        value, most = getattr(args, name), BELOW.get(name, float("inf"))
+        least = int(name in COUNTS or not (kind in SHARED_GROUPS or isinstance(value, bool)))  # a recipe's are counts
         is_number = isinstance(value, (int, float)) and name not in UNSET_BELOW_ZERO
         if is_number and not least <= value < most:  # nan, which compares false, is a problem too
             problems.append(f"--{name} must be at least {least} and below {most}, not {value}")
@@ -287,8 +289,6 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
         problems.append("--max_steps 0 or --num_train_epochs 0 would train nothing; leave --do_train out instead")
     if args.warmup_steps and args.warmup_ratio:
         problems.append(f"--warmup_steps {args.warmup_steps} and --warmup_ratio {args.warmup_ratio}: give one of them")
-    if args.load_best_model_at_end and (args.eval_strategy == "no" or args.save_strategy == "no"):
-        problems.append("--load_best_model_at_end needs --eval_strategy and --save_strategy other than no")
     args.use_hpu_graphs_for_training |= args.use_hpu_graphs
     args.use_hpu_graphs_for_inference |= args.use_hpu_graphs
     if not (args.use_hpu_graphs_for_training or args.use_hpu_graphs_for_inference):

@@ -40,8 +40,9 @@ def save(output_dir: Path, step: int, write: Callable[[Path], None]) -> Path:
         The new folder. A folder of the same step is replaced once the new one is complete.
 
     Raises:
-        OSError: a file cannot be written; the temporary folder is removed, earlier checkpoints stay as they are.
+        UserError: a file cannot be written; the temporary folder is removed, earlier checkpoints stay as they are.
     """
+    _recover(output_dir)
     final = output_dir / f"checkpoint-{step}"
     temporary = output_dir / f".checkpoint-{step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
@@ -67,10 +68,29 @@ def save(output_dir: Path, step: int, write: Callable[[Path], None]) -> Path:
         else:
             temporary.rename(final)
         _sync(output_dir)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise UserError(f"{final} cannot be written: {error}; earlier checkpoints are as they were") from error
         raise
     return final
+
+
+def _recover(output_dir: Path) -> None:
+    """Put back a checkpoint that was moved aside when its replacement was interrupted between the two renames."""
+    for old in output_dir.glob(".checkpoint-*.old"):
+        final = output_dir / old.name.removeprefix(".").removesuffix(".old")
+        if not final.exists():
+            old.rename(final)
+
+
+def set_aside(output_dir: Path, step: int) -> None:
+    """Rename checkpoints beyond ``step``: a run that goes on from there is another branch than theirs."""
+    for later, path in all_steps(output_dir):
+        if later > step:
+            number = sum(1 for _ in output_dir.glob(f"abandoned-{path.name}*"))
+            path.rename(path.with_name(f"abandoned-{path.name}" + (f".{number}" if number else "")))
+            say(f"{path.name} is of another branch of this run; it is now abandoned-{path.name}")
 
 
 def _sync(path: Path) -> None:
@@ -124,6 +144,7 @@ def find(asked: str | None, output_dir: Path) -> Path | None:
     """
     if asked is None:
         return None
+    _recover(output_dir)
     named = output_dir if asked in ("auto", "True", "true") else Path(asked)
     if not named.is_dir() and named != output_dir:
         raise UserError(f"--resume_from_checkpoint: {asked} is no folder; give a checkpoint, or auto")
@@ -147,7 +168,7 @@ def prune(output_dir: Path, limit: int | None, keep: str | None = None) -> None:
     steps = [(step, path) for step, path in all_steps(output_dir) if path.name != keep]
     spare = limit - (1 if keep is not None and limit > 1 else 0)
     for _, path in steps[spare:]:
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
@@ -227,11 +248,12 @@ def save_training(
     own = {
         "optimizer": family(optimizer),
         "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
-        "learning_rates": [group["lr"] for group in optimizer.param_groups],
         "python_random": [python[0], list(python[1]), python[2]],
         "numpy_random": [numpy[0], numpy[1].tolist(), *numpy[2:]],
     }
-    (folder / "state.json").write_text(json.dumps({**state, "training": own}, indent=1), encoding="utf-8")
+    (folder / "state.json").write_text(
+        json.dumps({**state, "training": own}, indent=1, allow_nan=False), encoding="utf-8"
+    )
 
 
 def load_training(
@@ -245,8 +267,13 @@ def load_training(
     state = read_json_object(folder / "state.json", "checkpoint")
     own = state.pop("training")
     load_named_state(optimizer, names, load_tensors(folder / "optimizer.safetensors"), own["optimizer"])
-    schedule.load_state_dict({**schedule.state_dict(), **own["schedule"]})
-    for group, rate in zip(optimizer.param_groups, own["learning_rates"], strict=True):
+    schedule.last_epoch, schedule._step_count = own["schedule"]["last_epoch"], own["schedule"]["_step_count"]
+    # The rate is that of today's flags at this step: a longer schedule or another peak counts from here on.
+    rates = [
+        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    schedule._last_lr = rates
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     device.set_rng_state(load_tensors(folder / "rng.safetensors"))
     version, words, gauss = own["python_random"]

@@ -58,6 +58,10 @@ class Engine:
         self.grad_norm, self.targets = self.loss_sum.clone(), 0
         if run.resume_from:
             self._load(run.resume_from)
+            checkpoint.set_aside(run.output_dir, self.step_count)
+        elif args.overwrite_output_dir:
+            results.clear_output_dir(run.output_dir)
+        self.first_step = self.step_count
         say(banner(self.describe()))
         self.profiler = profiler(args, self.device, run.output_dir)
         self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
@@ -165,14 +169,18 @@ class Engine:
                 "samples_per_second": self.throughput.recent_rate(),
                 **self.run.memory.record(),
             }
-            if not math.isfinite(loss):
-                warn_once(f"the loss is {loss} at step {self.step_count}; lower --learning_rate or look at the data")
+            self._require_finite(loss)
             self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + self.targets}
             self.loss_sum.zero_()
             self.targets = 0
             self.tracker.log(values, self.step_count)
             shown = {key: values[key] for key in ("loss", "learning_rate", "samples_per_second")}
             self.tracker.advance(self.step_count, **shown, memory=values["memory_allocated (GB)"])
+
+    def _require_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            advice = "lower --learning_rate or set --max_grad_norm, and go on with --resume_from_checkpoint auto"
+            raise UserError(f"the loss became {loss} before step {self.step_count}; nothing was saved since; {advice}")
 
     def evaluate(self, evaluation: Callable[[], dict[str, Any]]) -> None:
         """Evaluate during training, outside the measured time; log it, and remember the step if it is the best."""
@@ -185,12 +193,17 @@ class Engine:
         greater = self.args.greater_is_better
         sign = 1 if (greater if greater is not None else not name.endswith("loss")) else -1
         self.tracker.log(metrics, self.step_count)
-        if not self.best or sign * metrics[name] > sign * self.best["value"]:
+        if math.isfinite(metrics[name]) and (not self.best or sign * metrics[name] > sign * self.best["value"]):
             self.best = {"metric": name, "value": metrics[name], "step": self.step_count}
 
     def finish_training(self) -> dict[str, Any]:
         """Close the loop: the best weights if asked for, and the run's training metrics."""
         targets = self.total["targets"] + self.targets
+        self.tracker.finish()
+        if self.step_count == self.first_step:
+            say(f"nothing is left to train: {self.run.resume_from} is at step {self.step_count} of {self.total_steps}")
+            self.model.eval()
+            return {}
         metrics = {
             "train_loss": (self.total["loss"] + float(self.loss_sum)) / max(targets, 1),
             "epoch": self.epoch + self.position / self.loader.windows_per_epoch,
@@ -204,13 +217,13 @@ class Engine:
                 say(f"the weights are those of {best}: {self.best['metric']} {self.best['value']:.4f}")
             else:
                 warn_once(f"--load_best_model_at_end: step {self.best['step']} was the best, but was not saved")
-        self.tracker.finish()
         self.model.eval()
         return metrics
 
     def save(self, *companions: Any) -> None:
         """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
         folder = self.run.output_dir
+        self._require_finite(float(self.loss_sum))
         with self.throughput.excluded("save"), self.run.memory.phase("save"):
             checkpoint.save(folder, self.step_count, lambda folder: self._write(folder, companions))
             best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
@@ -233,6 +246,7 @@ class Engine:
             )
         for name in PROGRESS:
             setattr(self, name, state[name])
-        self.position = 0 if self.args.ignore_data_skip else self.position
+        if self.args.ignore_data_skip:
+            self.epoch, self.position = self.epoch + (self.position == self.loader.windows_per_epoch), 0
         self.loss_sum.fill_(state["since_record"]["loss"])
         self.targets = state["since_record"]["targets"]

@@ -118,3 +118,8 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "interrupted; --resume_from_checkpoint auto goes on from the last checkpoint", file=sys.stderr, flush=True
+        )
+        sys.exit(130)

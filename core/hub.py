@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import threading
 from argparse import Namespace
@@ -123,5 +124,24 @@ def load_splits(args: Namespace, files: dict[str, str | None]) -> dict[str, Any]
     splits = {}
     for split, path in files.items():
         with loading(f"--{split}_file: {path}"):
-            splits[split] = load_dataset(READERS[Path(path).suffix], data_files={split: path}, cache_dir=cache)[split]
+            splits[split] = load_dataset(
+                READERS[Path(path).suffix], data_files={split: glob.escape(path)}, cache_dir=cache
+            )[split]
     return splits
+
+
+def fit(model: Any, tokenizer: Any, longest: int) -> None:
+    """Make a model of transformers and its tokenizer fit: embeddings for every token, padding, enough positions.
+
+    Raises:
+        UserError: the tokenizer cannot pad, or ``longest`` tokens are more than the model has positions for.
+    """
+    if tokenizer.pad_token_id is None:
+        raise UserError("the tokenizer has no padding token; name one that has, with --tokenizer_name")
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and longest > positions:
+        raise UserError(
+            f"the model has {positions} positions, the longest row may have {longest} tokens; shorten the rows"
+        )

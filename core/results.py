@@ -40,27 +40,55 @@ def claim_output_dir(args: Namespace, name: str) -> Path:
     """
     if args.output_dir is None:
         runs = Path("runs") / name
-        previous = sorted(runs.iterdir())[-1:] if args.resume_from_checkpoint == "auto" and runs.is_dir() else []
+        resumes = args.resume_from_checkpoint == "auto" and runs.is_dir()
+        previous = [path for path in sorted(runs.iterdir()) if any(path.glob("checkpoint-*"))][-1:] if resumes else []
         folder = previous[0] if previous else runs / time.strftime("%Y-%m-%d_%H-%M-%S")
     else:
         folder = Path(args.output_dir)
     args.output_dir = str(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir: {folder} is a file; give a folder")
-    taken = [path for pattern in LEFTOVERS for path in folder.glob(pattern)] if args.do_train else []
-    if taken and args.overwrite_output_dir:
-        for path in taken:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif taken and args.resume_from_checkpoint is None:
+    taken = leftovers(folder) if args.do_train and args.resume_from_checkpoint is None else []
+    if taken and not args.overwrite_output_dir:
         raise UserError(
             f"--output_dir: {folder} holds another run ({taken[0].name}); give another folder,"
             " --resume_from_checkpoint auto to go on, or --overwrite_output_dir to replace it"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
     except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be made: {error.strerror}") from None
+        raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
     return folder
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What an earlier run has left in its folder."""
+    return [path for pattern in LEFTOVERS for path in folder.glob(pattern)]
+
+
+def clear_output_dir(folder: Path) -> None:
+    """Remove an earlier run's results, and nothing else: when the new run is about to write, not before."""
+    for path in leftovers(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def check_published(published: Sequence[Any], file: str | None) -> None:
+    """Refuse a run file's figures that could not be compared after hours of training.
+
+    Raises:
+        UserError: an entry is no object with a metric's name, a number, and texts that say where it was measured.
+    """
+    for entry in published:
+        texts = ("metric", "device", "model", "data", "precision", "execution", "status")
+        sound = isinstance(entry, Mapping) and isinstance(entry.get("metric"), str)
+        sound = sound and isinstance(entry.get("value"), (int, float)) and not isinstance(entry["value"], bool)
+        if not sound or any(not isinstance(entry[k], str) or not entry[k].strip() for k in texts if k in entry):
+            raise UserError(
+                f"--config: {file}: 'published' needs objects with metric, value, device, ...; not {entry!r}"
+            )
 
 
 def save_metrics(output_dir: str | Path, split: str, metrics: Mapping, run: Mapping | None = None) -> None:

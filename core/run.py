@@ -6,7 +6,7 @@ import math
 import os
 import random
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,15 @@ class Run:
         for key, ops in self.op_lists.items():
             say(f"{key}: {' '.join(ops)}")
         tracker_names(args.report_to)
+        results.check_published(args.run_file["published"], args.config)
+        if args.resume_from_checkpoint and not args.do_train:
+            warn_once("--resume_from_checkpoint goes on with training; to evaluate a checkpoint, name it as the model")
+        same = args.eval_strategy == args.save_strategy != "no"
+        fits = args.eval_strategy == "epoch" or args.save_steps % (args.eval_steps or args.logging_steps) == 0
+        if args.load_best_model_at_end and not (same and fits):
+            raise UserError(
+                "--load_best_model_at_end needs one --eval_strategy and --save_strategy, saving where it evaluates"
+            )
         if args.do_train:  # on one weight, so that a wrong option is said before a model of hours is loaded
             weight = nn.Linear(1, 1).to(self.device.torch_device)
             optimizer = optimizers.create_optimizer(weight, args, gaudi_config, self.device)
@@ -147,9 +156,17 @@ class Run:
         for companion in companions:
             companion.save_pretrained(folder)
 
-    def report(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print a split's metrics and write them to ``<split>_results.json`` and ``all_results.json`` at once."""
+    def report(self, split: str, metrics: dict[str, Any], texts: Sequence[str] = ()) -> None:
+        """Print a split's metrics and write them to ``<split>_results.json`` and ``all_results.json`` at once.
+
+        Texts of the ``predict`` split go to ``generated_predictions.txt``, one a line.
+        """
+        if not metrics:
+            return  # what an earlier process measured stays
         self.metrics |= metrics
+        if texts and split == "predict":
+            lines = "".join(" ".join(text.split()) + "\n" for text in texts)
+            (self.output_dir / "generated_predictions.txt").write_text(lines, encoding="utf-8")
         facts = {"name": self.device.name, "execution_mode": self.device.mode, "precision": self.precision.name}
         run = results.describe_run(self.args, facts | {"world_size": distributed.world_size()})
         run |= {

@@ -123,7 +123,10 @@ class Tracker:
         self.logging_dir = Path(args.logging_dir or self.output_dir / "logs")
         self.run_name = args.run_name or self.output_dir.resolve().name
         if is_main_process():
-            self.trackers = [CSVTracker(self.run_name, self.logging_dir, start_step)]
+            try:
+                self.trackers = [CSVTracker(self.run_name, self.logging_dir, start_step)]
+            except OSError as error:
+                raise UserError(f"--logging_dir: {self.logging_dir} cannot be written to: {error.strerror}") from None
             self.trackers += [self._start(name, start_step) for name in names]
         off = args.disable_tqdm or not self.trackers
         self.bar = _Bar(total=total_steps, initial=start_step, disable=off, unit="step", dynamic_ncols=True)

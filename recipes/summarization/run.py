@@ -1,10 +1,9 @@
 """Summarization: fine-tune and evaluate an encoder-decoder model (T5, BART) on pairs of text and summary.
 
-One device:    python recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json
-Named data:    the commands in README.md beside this file
+One device: python recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json (others: README.md)
 
-Without a model and data it trains a small T5 on documented source code that every machine has. Expected on the test
-split: a ROUGE-1 above that of the text's lead sentence and of the bare name, both of which it prints.
+Without a model and data it trains a small T5 on documented source code that every machine has. Expected: a ROUGE-1 above
+that of the text's lead sentence and of the bare name, which it prints beside it.
 """
 
 # --- Bootstrap and imports --------------------------------------------------------------------------------------------
@@ -29,7 +28,7 @@ for folder in Path(__file__).resolve().parents:  # a copy beside this folder fin
 
 from core.arguments import flag, parse_arguments
 from core.errors import UserError, exit_with_one_line, say, warn_once
-from core.hub import HubArguments, load_splits, loading, model_options
+from core.hub import HubArguments, fit, load_splits, loading, model_options
 from core.mixed_precision import prepare_environment
 
 if TYPE_CHECKING:
@@ -90,8 +89,7 @@ def load_data(args: Namespace, output_dir: Path) -> dict[str, Dataset]:
     named = args.dataset_name or any(files.values())
     splits, found = load_splits(args, files) if named else documented_pairs(output_dir), {}
     for split, phase in PHASES.items():
-        during_training = phase == "eval" and args.do_train and args.eval_strategy != "no"
-        if not getattr(args, f"do_{phase}") and not during_training:
+        if not (getattr(args, f"do_{phase}") or (phase == "eval" and args.do_train and args.eval_strategy != "no")):
             continue
         if split not in splits:
             raise UserError(f"--do_{phase} needs a {split} split: give --{split}_file, or a data set that has one")
@@ -117,18 +115,19 @@ def check_rows(rows: Dataset, split: str, args: Namespace) -> Dataset:
 
     data_set = (args.dataset_name or "").rpartition("/")[2]
     known = next((names.split() for names, sets in COLUMNS.items() if data_set in sets), None)
-    names = known or [*rows.column_names, *rows.column_names][:2]
-    for position, option in enumerate(("text_column", "summary_column")):
-        names[position] = getattr(args, option) or names[position]
-        if names[position] not in rows.column_names:
-            found = ", ".join(rows.column_names)
-            raise UserError(f"--{option}: the {split} split has no column {names[position]!r}; it has: {found}")
+    columns = rows.column_names
+    text = args.text_column or (known or columns)[0]
+    names = [text, args.summary_column or (known[1] if known else next((c for c in columns if c != text), text))]
+    for name, option in zip(names, ("text_column", "summary_column"), strict=True):
+        if name not in columns or names[0] == names[1]:
+            found = ", ".join(columns)
+            raise UserError(f"--{option}: the {split} split has no column {name!r} of its own; it has: {found}")
     pairs = zip(rows[names[0]], rows[names[1]], strict=True)
     full = [at for at, pair in enumerate(pairs) if all(isinstance(text, str) and text.strip() for text in pair)]
     if missing := sorted(set(range(len(rows))) - set(full)):
-        empty = f"{len(missing)} of {len(rows)} {split} rows lack text or summary (first: row {missing[0] + 1})"
+        empty = f"{len(missing)} of {len(rows)} {split} rows lack text in {names} (first: row {missing[0] + 1})"
         if not args.drop_empty_rows:
-            raise UserError(f"{empty}; mend the data, or pass --drop_empty_rows")
+            raise UserError(f"{empty}; mend the data, name other columns, or pass --drop_empty_rows")
         warn_once(f"{empty}; they are left out")
     require_rows(len(full), split, args)
     return rows.select(full).select_columns(names).rename_columns(dict(zip(names, ("text", "summary"), strict=True)))
@@ -136,10 +135,11 @@ def check_rows(rows: Dataset, split: str, args: Namespace) -> Dataset:
 
 def tokenize(rows: Dataset, tokenizer: Any, args: Namespace, max_target: int) -> Dataset:
     """Return rows of ``input_ids`` and ``labels``, cut to the maximum lengths, not padded."""
+    prefix, max_source = args.source_prefix or "", args.max_source_length  # not args: any flag would spoil the cache
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [(args.source_prefix or "") + text for text in batch["text"]]
-        inputs = tokenizer(texts, max_length=args.max_source_length, truncation=True)["input_ids"]
+        texts = [prefix + text for text in batch["text"]]
+        inputs = tokenizer(texts, max_length=max_source, truncation=True)["input_ids"]
         labels = tokenizer(text_target=batch["summary"], max_length=max_target, truncation=True)["input_ids"]
         return {"input_ids": inputs, "labels": labels}
 
@@ -192,12 +192,12 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
             model = AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **kinds, **options)
         else:
             model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=choice)
-            model.generation_config.update(num_beams=4, length_penalty=1.5, no_repeat_ngram_size=2)
+    if name is None:
+        model.generation_config.update(num_beams=4, length_penalty=1.5, no_repeat_ngram_size=2)
     model.config.use_cache = args.use_cache
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
-    if model.config.decoder_start_token_id is None:
-        raise UserError(f"the model {name} has no decoder_start_token_id, so it cannot be trained to write")
+    fit(model, tokenizer, max(args.max_source_length, args.max_target_length, args.val_max_target_length))
+    if model.config.decoder_start_token_id is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        raise UserError(f"the model {name} cannot shift labels (decoder_start_token_id), so it cannot be trained here")
     return tokenizer, model
 
 
@@ -277,6 +277,7 @@ def evaluate(run: Run, tokenizer: Any, loader: BatchLoader, rows: Dataset, phase
     limit = args.generation_max_length or args.val_max_target_length
     beams = args.num_beams or model.generation_config.num_beams or 1
     options = {"max_length": limit, "num_beams": beams, "use_cache": args.use_cache}
+    options |= {"max_new_tokens": None, "num_return_sequences": 1, "return_dict_in_generate": False}  # the flags decide
 
     def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         loss = loss_sum(model, batch)
@@ -289,7 +290,8 @@ def evaluate(run: Run, tokenizer: Any, loader: BatchLoader, rows: Dataset, phase
     texts = [text.strip() for text in tokenizer.batch_decode(outputs, skip_special_tokens=True)] if outputs else []
     if texts:
         metrics |= {f"{phase}_{name}": round(value, 4) for name, value in rouge(texts, rows["summary"]).items()}
-        metrics[f"{phase}_gen_len"] = sum(int((row != tokenizer.pad_token_id).sum()) for row in outputs) / len(outputs)
+        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # beams that ended are filled with either
+        metrics[f"{phase}_gen_len"] = sum(int(token) not in ends for row in outputs for token in row) / len(outputs)
     return metrics, texts
 
 
@@ -297,8 +299,7 @@ def baselines(rows: Dataset, phase: str, named: bool) -> dict[str, float]:
     """ROUGE of what needs no model: the text's lead sentence and, where texts are ``name : rest``, the bare name."""
     parts = [text.partition(" : ") if named else ("", "", text) for text in rows["text"]]
     guesses = {"lead": [(split_sentences(rest) or [""])[0] for _, _, rest in parts]}
-    if named:
-        guesses["name"] = [name for name, _, _ in parts]
+    guesses |= {"name": [name for name, _, _ in parts]} if named else {}
     scores = {f"{phase}_{guess}_": rouge(texts, rows["summary"]) for guess, texts in guesses.items()}
     return {prefix + kind: round(value, 4) for prefix, values in scores.items() for kind, value in values.items()}
 
@@ -318,14 +319,14 @@ def show(texts: list[str], rows: Dataset, metrics: dict[str, Any], phase: str) -
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
     named = ("model_name_or_path", "config_name", "dataset_name", "train_file", "validation_file", "test_file")
-    groups = (SummarizationArguments, HubArguments)
-    args = parse_arguments(argv, *groups, description=__doc__, built_in=(BUILT_IN, named))
+    args = parse_arguments(argv, SummarizationArguments, HubArguments, description=__doc__, built_in=(BUILT_IN, named))
     gaudi_config = prepare_environment(args)
     from core.engine import Engine
     from core.run import Run
 
     args.val_max_target_length = args.val_max_target_length or args.max_target_length
-    run = Run(args, gaudi_config, "summarization")
+    args.pad_to_max_length |= not args.ignore_pad_token_for_loss  # or the loss would depend on a row's bucket
+    run = Run(args, gaudi_config, Path(__file__).parent.name)
     data = load_data(args, run.output_dir)
     tokenizer, model = build_model(args, run, data)
     pin = run.device.queues_work
@@ -341,7 +342,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if getattr(args, f"do_{phase}"):
             metrics, texts = evaluate(run, tokenizer, loaders[split], data[split], phase)
             built_in = args.config == str(BUILT_IN)
-            run.report(phase, metrics | (baselines(data[split], phase, built_in) if texts else {}))
+            run.report(phase, metrics | (baselines(data[split], phase, built_in) if texts else {}), texts)
             show(texts, data[split], run.metrics, phase)
     return run.finish()
 

@@ -91,7 +91,7 @@ def test_an_error_while_writing_leaves_the_earlier_ones_and_no_rest(tmp_path: Pa
         write_two(folder)
         raise OSError("no space")
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UserError, match="checkpoint-2 cannot be written: no space; earlier"):
         checkpoint.save(tmp_path, 2, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
@@ -130,6 +130,34 @@ def test_a_process_killed_while_writing_leaves_no_half_checkpoint(tmp_path: Path
             output, 2, lambda folder: (folder / "a").write_text("2") and None
         )  # what was left is no obstacle
         assert checkpoint.find("auto", output).name == "checkpoint-2"
+
+
+def test_a_replacement_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, 5, write_two)
+    folder.rename(tmp_path / ".checkpoint-5.old")  # what a kill leaves there
+    assert checkpoint.find("auto", tmp_path) == folder
+    assert checkpoint.problem(folder) is None
+
+
+def test_checkpoints_of_another_branch_are_set_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        checkpoint.save(tmp_path, step, write_two)
+    checkpoint.set_aside(tmp_path, 2)
+    checkpoint.save(tmp_path, 4, write_two)
+    checkpoint.set_aside(tmp_path, 2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["abandoned-checkpoint-4", "abandoned-checkpoint-4.1", "abandoned-checkpoint-6", "checkpoint-2"]
+    assert checkpoint.find("auto", tmp_path).name == "checkpoint-2"
+
+
+def test_a_linked_checkpoint_is_pruned_as_a_link(tmp_path: Path) -> None:
+    real = checkpoint.save(tmp_path / "elsewhere", 1, write_two)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-1").symlink_to(real)
+    checkpoint.save(tmp_path / "run", 2, write_two)
+    checkpoint.prune(tmp_path / "run", 1)
+    assert real.is_dir()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
 
 
 def test_limit_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -207,7 +235,7 @@ def test_a_full_disk_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_pa
         pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
     try:
         checkpoint.save(tmp_path, 1, write_two)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(UserError, match="No space"):
             checkpoint.save(tmp_path, 2, lambda folder: (folder / "big").write_bytes(b"0" * 2_000_000) and None)
         assert checkpoint.find("auto", tmp_path).name == "checkpoint-1"
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

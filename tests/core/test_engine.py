@@ -15,6 +15,7 @@ from core.device import Device
 from core.engine import Engine
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
+from core.results import claim_output_dir
 from core.run import Run
 from tests import fake_bridge
 
@@ -254,6 +255,80 @@ def test_an_output_folder_with_another_run_is_refused_and_left_as_it_is(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         run(tmp_path / "file")
+
+
+def test_resuming_wins_over_replacing(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "4", "--save_steps", "2")
+    flags = ["--max_steps", "4", "--save_steps", "2", "--overwrite_output_dir", "--resume_from_checkpoint", "auto"]
+    engine, *_ = run(tmp_path / "run", *flags)
+    assert engine.first_step == 4
+    assert engine.finish_training() == {}  # what the first process measured stays
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+def test_nothing_is_removed_before_the_run_can_start(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "1")
+    Run(arguments(tmp_path / "run", "--overwrite_output_dir"), GaudiConfig(), "toy")
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    link = tmp_path / "run" / "checkpoint-9"
+    link.symlink_to(tmp_path)
+    run(tmp_path / "run", "--max_steps", "2", "--save_steps", "2", "--overwrite_output_dir")
+    assert sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*")) == ["checkpoint-2"]
+    assert tmp_path.is_dir()
+
+
+def test_an_earlier_checkpoint_starts_a_branch_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "6", "--save_steps", "2")
+    flags = ["--max_steps", "4", "--save_steps", "2", "--save_total_limit", "1"]
+    run(tmp_path / "run", *flags, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"))
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert len(list((tmp_path / "run").glob("abandoned-checkpoint-*"))) == 2
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(tmp_path: Path) -> None:
+    flags = ["--optim", "sgd", "--learning_rate", "1e30", "--max_grad_norm", "0", "--lr_scheduler_type", "constant"]
+    with pytest.raises(UserError, match=r"the loss became (nan|inf)"):
+        run(tmp_path / "run", *flags, "--max_steps", "6", "--save_steps", "3", "--logging_steps", "100")
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_resumed_run_takes_the_rate_and_length_of_its_flags(tmp_path: Path) -> None:
+    run(tmp_path / "run", "--max_steps", "4", "--save_steps", "2", "--learning_rate", "0.01")
+    flags = ["--max_steps", "8", "--learning_rate", "0.02", "--resume_from_checkpoint", "auto"]
+    _, _, steps = run(tmp_path / "run", *flags)
+    assert [rate for _, rate, _ in steps] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
+def test_auto_without_a_folder_takes_the_newest_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, step in (("a", 3), ("b", None)):
+        (tmp_path / "runs" / "toy" / name / (f"checkpoint-{step}" if step else "logs")).mkdir(parents=True)
+    args = arguments(tmp_path, "--resume_from_checkpoint", "auto")
+    args.output_dir = None
+    assert claim_output_dir(args, "toy").name == "a"
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    engine, *_ = run(tmp_path / "run", "--max_steps", "1")
+    for value in (float("nan"), 3.0, float("nan"), 2.0):
+        engine.evaluate(lambda value=value: {"eval_loss": value})
+    assert engine.best["value"] == 2.0
+
+
+@pytest.mark.parametrize("flags", [["--save_strategy", "epoch"], ["--eval_steps", "3", "--save_steps", "5"]])
+def test_the_best_step_must_be_one_that_is_saved(tmp_path: Path, flags: list[str]) -> None:
+    with pytest.raises(UserError, match="--load_best_model_at_end needs"):
+        run(tmp_path / "run", "--load_best_model_at_end", "--eval_strategy", "steps", *flags)
+
+
+@pytest.mark.parametrize("entry", [1, {}, {"metric": 3, "value": 1}, {"metric": "a", "value": 1, "device": 4}])
+def test_figures_that_cannot_be_compared_are_refused_at_the_start(tmp_path: Path, entry: object) -> None:
+    args = arguments(tmp_path / "run")
+    args.run_file["published"] = [entry]
+    with pytest.raises(UserError, match="'published' needs objects"):
+        Run(args, GaudiConfig(), "toy")
 
 
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:

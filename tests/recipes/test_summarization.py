@@ -65,6 +65,7 @@ def test_train_evaluate_predict_writes_everything(summarization: ModuleType, bas
     assert len([row for row in rows if row["eval_loss"]]) == 2
     memory = ["memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"]
     assert all(float(rows[0][key]) > 0 for key in memory)
+    assert len((tmp_path / "run" / "generated_predictions.txt").read_text().splitlines()) == 11
     for name in ("loss_curve.png", "model.safetensors", "tokenizer.json", "gaudi_config.json", "checkpoint-6"):
         assert (tmp_path / "run" / name).exists()
 
@@ -144,6 +145,32 @@ def test_eval_loss_and_rouge_do_not_depend_on_the_batch(summarization: ModuleTyp
     assert metrics["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-6)
     for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len"):
         assert metrics[f"eval_{kind}"] == alone[f"eval_{kind}"]
+
+
+@pytest.mark.parametrize("flags", [["--ignore_pad_token_for_loss", "False"], []])
+def test_eval_loss_with_padding_as_target_depends_on_no_batch(
+    summarization: ModuleType, base: list[str], flags: list[str]
+) -> None:
+    losses = [
+        summarization.main([*base, "--do_eval", *flags, "--per_device_eval_batch_size", batch])["eval_loss"]
+        for batch in ("2", "5")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_the_flags_win_over_the_models_generation_settings(
+    summarization: ModuleType, base: list[str], tmp_path: Path, tiny_t5: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_t5, model)
+    settings = {"max_new_tokens": 2, "num_return_sequences": 2, "num_beams": 2, "return_dict_in_generate": True}
+    old = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(old | settings))
+    given = ["--do_eval", "--predict_with_generate", "--num_beams", "2"]
+    plain = summarization.main([*base, *given])
+    loud = summarization.main([*base, "--model_name_or_path", str(model), *given])
+    assert loud["eval_rouge1"] == plain["eval_rouge1"]
+    assert loud["eval_gen_len"] == plain["eval_gen_len"] <= 11
 
 
 def test_padding_changes_no_loss(summarization: ModuleType, tiny_t5: Path) -> None:
@@ -291,6 +318,8 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "schedule": (["--lr_scheduler_type", "lineal"], "--lr_scheduler_type.*did you mean 'linear'"),
         "tracker": (["--report_to", "tensorbord"], "--report_to.*tensorboard"),
         "devices": (["--deepspeed", "zero2"], "--deepspeed"),
+        "one column": (["--summary_column", "text"], "--text_column.*no column 'text' of its own"),
+        "length": (["--max_source_length", "0"], "--max_source_length must be at least 1"),
         "optimiser": (["--optim", "sgd", "--optim_args", "momentun=0.9"], "--optim_args.*did you mean 'momentum'"),
         "another run": (["--output_dir", str(another)], "--output_dir.*holds another run.*all_results"),
     }
@@ -299,7 +328,7 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
 @pytest.mark.parametrize("name", [
     "missing", "empty", "extension", "broken", "null", "column", "config key", "config name", "run file", "flag",
     "mode", "precision", "no update", "drop last", "resume", "two sources", "schedule", "tracker", "devices",
-    "optimiser", "another run",
+    "optimiser", "another run", "one column", "length",
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(
     summarization: ModuleType, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -399,7 +428,7 @@ def run_copy(copy: Path, python: str, flags: list[str], cwd: Path) -> None:
     command = [python, str(copy / "run.py"), *flags, *LENGTHS, *QUIET, "--do_train", "--max_steps", "1"]
     done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert len(list(cwd.glob("runs/summarization/*/all_results.json"))) == 1
+    assert len(list(cwd.glob("runs/mine/*/all_results.json"))) == 1
 
 
 def test_a_copy_beside_the_recipe_runs(tiny_t5: Path, pair_files: dict[str, str], tmp_path: Path) -> None:
