@@ -230,7 +230,6 @@ class BatchLoader:
         lengths: Sequence[Sequence[int]],
         limits: Sequence[int],
         train: bool,
-        pin_memory: bool = False,
     ) -> BatchLoader:
         """Make a loader as the shared flags say: shuffled windows to train on, rows in order to evaluate.
 
@@ -249,7 +248,7 @@ class BatchLoader:
             seed=seed if train else None,
             drop_last=args.dataloader_drop_last and train,
             workers=args.dataloader_num_workers,
-            pin_memory=pin_memory,
+            pin_memory=args.non_blocking_data_copy and torch.accelerator.is_available(),
         )
 
     def order(self) -> dict[str, Any]:

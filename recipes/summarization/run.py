@@ -2,8 +2,8 @@
 
 One device: python recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json (others: README.md)
 
-Without a model and data it trains a small T5 on documented source code that every machine has. Expected: a ROUGE-1 above
-that of the text's lead sentence and of the bare name, which it prints beside it.
+Without a model and data it trains a small T5 on documented source code that every machine has. Expected: a ROUGE-1
+above those of the text's lead sentence and of the bare name, which it prints beside it.
 """
 
 # --- Bootstrap and imports --------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def collate(rows: list[dict], shape: tuple[int, int], pad: int, label_pad: int) 
     return batch
 
 
-def make_loader(rows: Dataset, tokenizer: Any, args: Namespace, train: bool, pin_memory: bool) -> BatchLoader:
+def make_loader(rows: Dataset, tokenizer: Any, args: Namespace, train: bool) -> BatchLoader:
     """Tokenize a split and put it into windows of length buckets (or of one maximum length)."""
     from core.data import IGNORE_INDEX, BatchLoader
 
@@ -166,7 +166,7 @@ def make_loader(rows: Dataset, tokenizer: Any, args: Namespace, train: bool, pin
     lengths = [(len(a), len(b)) for a, b in zip(rows["input_ids"], rows["labels"], strict=True)]
     label_pad = IGNORE_INDEX if args.ignore_pad_token_for_loss else tokenizer.pad_token_id
     padded = partial(collate, pad=tokenizer.pad_token_id, label_pad=label_pad)
-    return BatchLoader.from_arguments(args, rows, padded, lengths, limits, train, pin_memory)
+    return BatchLoader.from_arguments(args, rows, padded, lengths, limits, train)
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
@@ -329,8 +329,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     run = Run(args, gaudi_config, Path(__file__).parent.name)
     data = load_data(args, run.output_dir)
     tokenizer, model = build_model(args, run, data)
-    pin = run.device.queues_work
-    loaders = {split: make_loader(rows, tokenizer, args, split == "train", pin) for split, rows in data.items()}
+    loaders = {split: make_loader(rows, tokenizer, args, split == "train") for split, rows in data.items()}
     if args.do_train:
         engine = Engine(run, model, loaders["train"])
         evaluation = partial(evaluate, run, tokenizer, loaders.get("validation"), data.get("validation"), "eval")
