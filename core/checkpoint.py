@@ -247,7 +247,7 @@ def save_training(
     python, numpy = random.getstate(), np.random.get_state()
     own = {
         "optimizer": family(optimizer),
-        "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
+        "schedule_steps": [schedule.last_epoch, schedule._step_count],
         "python_random": [python[0], list(python[1]), python[2]],
         "numpy_random": [numpy[0], numpy[1].tolist(), *numpy[2:]],
     }
@@ -267,7 +267,7 @@ def load_training(
     state = read_json_object(folder / "state.json", "checkpoint")
     own = state.pop("training")
     load_named_state(optimizer, names, load_tensors(folder / "optimizer.safetensors"), own["optimizer"])
-    schedule.last_epoch, schedule._step_count = own["schedule"]["last_epoch"], own["schedule"]["_step_count"]
+    schedule.last_epoch, schedule._step_count = own["schedule_steps"]
     # The rate is that of today's flags at this step: a longer schedule or another peak counts from here on.
     rates = [
         base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

@@ -22,7 +22,10 @@ from core.errors import UserError, is_main_process, read_json_object, warn_once
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "habana-torch-plugin")
 # What a run leaves in its folder; nothing else is ever removed from it.
-LEFTOVERS = ("checkpoint-*", ".checkpoint-*", "*_results.json", "model*.safetensors", "loss_curve.png", "logs")
+LEFTOVERS = (
+    "checkpoint-*", ".checkpoint-*", "abandoned-checkpoint-*", "*_results.json", "generated_predictions.txt",
+    "model*.safetensors", "loss_curve.png", "logs", "profile",
+)  # fmt: skip
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
 SECRET = re.compile(r"(?i)secret|passw|credential|(api|access)_?key|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)")
 # What a published figure says about itself; every other key is a flag with the value that the figure was made with.

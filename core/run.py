@@ -145,6 +145,7 @@ class Run:
                     outputs.update(zip(window.row_ids, rows.cpu(), strict=False))  # filler comes last and has no id
                 meter.step(window.rows, window.tokens, cold=new)
             total = torch.stack(losses).double().sum().item() if losses else 0.0
+            total, targets = distributed.sum_over_ranks([total, targets])
             self.model.train(training)
         metrics = {f"{phase}_loss": total / targets if targets else math.nan, **meter.metrics(phase)}
         return metrics, [outputs[row] for row in sorted(outputs)]

@@ -291,7 +291,7 @@ def evaluate(run: Run, tokenizer: Any, loader: BatchLoader, rows: Dataset, phase
     if texts:
         metrics |= {f"{phase}_{name}": round(value, 4) for name, value in rouge(texts, rows["summary"]).items()}
         ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # beams that ended are filled with either
-        metrics[f"{phase}_gen_len"] = sum(int(token) not in ends for row in outputs for token in row) / len(outputs)
+        metrics[f"{phase}_gen_len"] = sum(token not in ends for row in outputs for token in row.tolist()) / len(outputs)
     return metrics, texts
 
 

@@ -270,11 +270,17 @@ def test_nothing_is_removed_before_the_run_can_start(tmp_path: Path) -> None:
     run(tmp_path / "run", "--max_steps", "1")
     Run(arguments(tmp_path / "run", "--overwrite_output_dir"), GaudiConfig(), "toy")
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    stale = tmp_path / "run" / "generated_predictions.txt"
+    stale.write_text("of the run before")
+    kept = tmp_path / "run" / "notes.txt"
+    kept.write_text("the user's own")
     link = tmp_path / "run" / "checkpoint-9"
     link.symlink_to(tmp_path)
     run(tmp_path / "run", "--max_steps", "2", "--save_steps", "2", "--overwrite_output_dir")
     assert sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*")) == ["checkpoint-2"]
     assert tmp_path.is_dir()
+    assert kept.exists()
+    assert not stale.exists()
 
 
 def test_an_earlier_checkpoint_starts_a_branch_of_its_own(tmp_path: Path) -> None:
