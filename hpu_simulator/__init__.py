@@ -1,0 +1,1 @@
+"""Rehearses programs written for Intel Gaudi on a machine without one. See `hpu_simulator/README.md`."""
