@@ -152,9 +152,12 @@ class Device:
 
     def check_mode(self) -> None:
         """Raise `UserError` if somebody changed the mode's variable after the bridge had read it."""
-        value = os.environ.get(LAZY_VARIABLE)
-        if self.kind == "hpu" and value != ("1" if self.mode == "lazy" else "0"):
-            raise UserError(f"{LAZY_VARIABLE} became {value} after the bridge started in {self.mode} mode; undo it")
+        if self.kind != "hpu":
+            return
+        value, needed = os.environ.get(LAZY_VARIABLE), "1" if self.mode == "lazy" else "0"
+        read = "1" if self.bridge("utils.internal").is_lazy() else "0"
+        if not value == needed == read:
+            raise UserError(f"{LAZY_VARIABLE} became {value}, but the bridge read {read} at its start; undo it")
 
     def set_dynamic_shapes(self, enabled: bool) -> None:
         """Let the lazy compiler plan for shapes that change, or not; only lazy mode has the switch."""
@@ -185,6 +188,14 @@ class Device:
                 file.write("5")
         except OSError:
             pass  # not Linux, or not allowed: the peak stays the process's own
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's generator and the device's own, which ``torch.manual_seed`` does not reach on a Gaudi."""
+        import torch
+
+        torch.manual_seed(seed)
+        if self.kind == "hpu":
+            self.bridge("hpu.random").manual_seed_all(seed)
 
     def rng_state(self) -> dict[str, Any]:
         """State of the random generators that device code draws from: uint8 tensors by name."""

@@ -50,7 +50,8 @@ class Engine:
         self.clipper = optimizers.Clipper(model, args.max_grad_norm, run.gaudi_config, self.device)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         run.ledger.declare("train", len(loader.buckets))
-        self.throughput, self.flops = run.meter(), FlopsByShape(args.gradient_checkpointing)
+        self.throughput = run.meter()
+        self.flops = FlopsByShape(args.gradient_checkpointing or self.device.has_step_boundaries)
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
         # Of the steps since the last record. On the device: nothing waits for it until a record is written.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from core.device import Device
 from core.errors import UserError, warn_once
@@ -23,6 +25,7 @@ COMPILE_FLAGS = (
     "allow_unspec_int_on_nn_module",
     "use_compiled_autograd",
 )
+REPLAYABLE = (torch.Tensor, bool, int, float, str, type(None))  # arguments that a recorded graph takes as they are
 Shape = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -125,9 +128,27 @@ def apply_mode(model: nn.Module, args: Namespace, device: Device) -> None:
     if device.mode == "compile":
         compile_in_place(model, args, device)
     elif record and device.has_hpu_graphs:
+        plain = model.forward
         device.bridge("hpu").ModuleCacher()(model=model, inplace=True)
+        model.forward = _where_replay_suffices(model, plain, model.forward, training=True)
     elif record and device.has_cuda_graphs:
         model.compile(mode="reduce-overhead")
+
+
+def _where_replay_suffices(
+    model: nn.Module, plain: Callable[..., Any], recorded: Callable[..., Any], training: bool
+) -> Callable[..., Any]:
+    """Return a forward that replays, or runs in full where the mode is another or an argument is an object.
+
+    A replay repeats the device's work and no Python: a cache of keys and values would not grow in it.
+    """
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        replayable = all(isinstance(leaf, REPLAYABLE) for leaf in tree_leaves((args, kwargs)))
+        return (recorded if model.training is training and replayable else plain)(*args, **kwargs)
+
+    return forward
 
 
 def cache_inference_graphs(model: nn.Module, args: Namespace, device: Device) -> nn.Module:
@@ -141,7 +162,9 @@ def cache_inference_graphs(model: nn.Module, args: Namespace, device: Device) ->
         options = {"disable_tensor_cache": args.disable_tensor_cache_hpu_graphs}
         if args.max_hpu_graphs is not None:
             options["max_graphs"] = args.max_hpu_graphs
-        return device.bridge("hpu").wrap_in_hpu_graph(model, **options)
+        plain = model.forward
+        model = device.bridge("hpu").wrap_in_hpu_graph(model, **options)
+        model.forward = _where_replay_suffices(model, plain, model.forward, training=False)
     if device.has_cuda_graphs:
         model.compile(mode="reduce-overhead")
     return model

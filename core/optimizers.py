@@ -126,7 +126,9 @@ def create_optimizer(
 
         known = ["clip_threshold", "decay_rate", "beta1", "scale_parameter"]
         fixed = {"lr": args.learning_rate, "scale_parameter": False, "relative_step": False, "warmup_init": False}
-        return _at_construction(Adafactor, groups, **{**fixed, **parse_optim_args(args.optim_args, known)})
+        optimizer = _at_construction(Adafactor, groups, **{**fixed, **parse_optim_args(args.optim_args, known)})
+        optimizer._get_lr = _adafactor_rate
+        return optimizer
     if args.optim == "sgd":
         options = parse_optim_args(args.optim_args, ["momentum", "nesterov", "dampening"])
         return _at_construction(torch.optim.SGD, groups, lr=args.learning_rate, **options)
@@ -141,6 +143,11 @@ def create_optimizer(
         return device.bridge("hpex.optimizers").FusedAdamW(groups, **adam)
     options = parse_optim_args(args.optim_args, ["amsgrad", "foreach", "capturable"])
     return _at_construction(torch.optim.AdamW, groups, **adam, **({"fused": True} if fused else {}), **options)
+
+
+def _adafactor_rate(group: dict[str, Any], state: dict[str, Any]) -> float | torch.Tensor:
+    """The class's own choice of the rate compares on the host, which waits for the device at every parameter."""
+    return group["lr"] * (state["RMS"].clamp(min=group["eps"][1]) if group["scale_parameter"] else 1.0)
 
 
 def _at_construction(build: Callable[..., torch.optim.Optimizer], *args: Any, **options: Any) -> torch.optim.Optimizer:
@@ -197,7 +204,7 @@ class Clipper:
     def clip(self) -> torch.Tensor:
         """Clip in place; returns the norm before clipping, a scalar tensor on the device."""
         if self.fused is not None:
-            return self.fused.clip_norm(self.parameters)
+            return self.fused.clip_norm(self.parameters).reshape(())  # it has one axis
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if self.max_norm:

@@ -78,7 +78,7 @@ class Run:
         self.resume_from = checkpoint.find(args.resume_from_checkpoint, self.output_dir) if args.do_train else None
         random.seed(args.seed)
         np.random.seed(args.seed)
-        torch.manual_seed(args.seed)
+        self.device.manual_seed(args.seed)
         self.device.set_dynamic_shapes(gaudi_config.use_dynamic_shapes)
         self.memory, self.ledger = MemoryTracker(self.device), graphs.ShapeLedger()
         self.metrics: dict[str, Any] = {}

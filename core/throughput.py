@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import nan, prod
 from typing import Any
 
@@ -234,25 +234,26 @@ class FlopsByShape:
     """FLOPs of a micro-batch by its shape: the first of each shape is counted while it runs.
 
     Args:
-        recomputes: activations are computed again in backward. That is no progress, so it is not counted: backward
-            costs twice the forward.
+        forward_only: backward runs unwatched and costs twice the forward. For gradient checkpointing (what it computes
+            again is no progress), and for devices that compile whole steps: watched, autograd adds gradients up out
+            of place, which is another graph.
     """
 
-    def __init__(self, recomputes: bool) -> None:
-        self.recomputes, self.known = recomputes, {}
+    def __init__(self, forward_only: bool) -> None:
+        self.forward_only, self.known = forward_only, {}
+        self._watching = ExitStack()
         self._counter: FlopCounter | None = None
-        self._forward: int | None = None
 
     @contextmanager
     def counting(self, shape: Any) -> Iterator[None]:
         """Count this block, forward and backward, as what a micro-batch of this shape costs."""
-        self._forward = None
-        with FlopCounter() as self._counter:
+        with self._watching:
+            self._counter = self._watching.enter_context(FlopCounter())
             yield
         total, self._counter = self._counter.total, None
-        self.known[shape] = (self._forward and 3 * self._forward) if self.recomputes else total
+        self.known[shape] = total and (3 * total if self.forward_only else total)
 
     def forward_ends(self) -> None:
         """Say that backward comes next."""
-        if self._counter is not None:
-            self._forward = self._counter.total
+        if self.forward_only:
+            self._watching.close()

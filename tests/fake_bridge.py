@@ -124,6 +124,10 @@ import torch
 generator = torch.Generator().manual_seed(0)
 
 
+def manual_seed_all(seed):
+    generator.manual_seed(seed)
+
+
 def get_rng_state(device="hpu"):
     return generator.get_state()
 
@@ -241,6 +245,13 @@ class FusedSDPA:
         )
 """,
     "habana_frameworks/torch/utils/__init__.py": "",
+    "habana_frameworks/torch/utils/internal.py": """
+import habana_frameworks.torch as bridge
+
+
+def is_lazy():
+    return bridge.LAZY_MODE == "1"
+""",
     "habana_frameworks/torch/utils/experimental.py": """
 from enum import Enum
 

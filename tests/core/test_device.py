@@ -174,6 +174,10 @@ def test_a_late_change_of_the_variable_is_found(monkeypatch, bridge):
     for mode in ("eager", "compile"):
         with pytest.raises(UserError, match=LAZY_VARIABLE):
             gaudi(mode).check_mode()
+    monkeypatch.setenv(LAZY_VARIABLE, "0")
+    with pytest.raises(UserError, match="became 0, but the bridge read 1"):
+        gaudi("eager").check_mode()  # the whole run believed the variable
+    monkeypatch.setenv(LAZY_VARIABLE, "1")
     cpu().check_mode()  # nobody reads it there
 
 
@@ -363,6 +367,17 @@ def test_random_state_round_trip_on_a_gaudi(bridge):
     device.set_rng_state(state)
     assert torch.equal(torch.rand(5), first[0])
     assert torch.equal(torch.rand(5, generator=generator), first[1])
+
+
+def test_the_seed_is_also_that_of_a_gaudis_own_generator(bridge):
+    generator = gaudi().bridge("hpu.random").generator
+    draws = []
+    for _ in range(2):
+        gaudi().manual_seed(5)
+        draws.append((torch.rand(5), torch.rand(5, generator=generator)))
+    assert all(torch.equal(one, other) for one, other in zip(*draws, strict=True))
+    cpu().manual_seed(5)
+    assert torch.equal(torch.rand(5), draws[0][0])
 
 
 def test_a_state_of_another_device_is_left_out_and_said(bridge, caplog):

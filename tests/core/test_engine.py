@@ -33,7 +33,7 @@ class Model(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         mask = batch["mask"].unsqueeze(-1)
         mean = (self.embedding(batch["inputs"]) * mask).sum(1) / mask.sum(1)
-        places = self.position(torch.arange(batch["labels"].shape[1]))
+        places = self.position(torch.arange(batch["labels"].shape[1], device=mean.device))
         return self.head(self.dropout(mean.unsqueeze(1) + places))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from inspect import signature
 from types import ModuleType
 
 import pytest
@@ -238,6 +239,35 @@ def test_inference_graphs_get_their_options(bridge, argv, given):
     model = Stack()
     assert graphs.cache_inference_graphs(model, flags(INFERENCE, *argv), gaudi()) is model
     assert bridge.calls == [("wrap_in_hpu_graph", {"model": model, **given})]
+
+
+def test_only_what_a_replay_repeats_is_replayed(bridge, monkeypatch):
+    """Not a cache that grows as the model runs, and no evaluation by training graphs or the other way round."""
+    calls = []
+
+    def record(model, **_):
+        plain = model.forward
+        model.forward = lambda *args, **kwargs: calls.append("recorded") or plain(*args, **kwargs)
+        return model
+
+    monkeypatch.setattr(torch.hpu, "ModuleCacher", lambda: lambda model, inplace: record(model))
+    monkeypatch.setattr(torch.hpu, "wrap_in_hpu_graph", record)
+
+    class Model(nn.Module):
+        def forward(self, x, cache=None):
+            return x
+
+    for name, apply, training in (
+        (TRAINING, graphs.apply_mode, True),
+        (INFERENCE, graphs.cache_inference_graphs, False),
+    ):
+        model = Model()
+        apply(model, flags(name, "--do_train"), gaudi())
+        assert list(signature(model.forward).parameters) == ["x", "cache"]
+        for mode, given, recorded in ((training, {"x": 1}, 1), (training, {}, 0), (not training, {"x": None}, 0)):
+            calls.clear()
+            model.train(mode)(torch.ones(1), cache=given if given else object())
+            assert len(calls) == recorded
 
 
 def test_no_graphs_unless_asked_for(bridge):
