@@ -1,0 +1,1 @@
+"""This project beside what it is compared with, alternately, in one run."""
