@@ -15,6 +15,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any of the libraries reads it
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the recorded numbers are the CPU's
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share the cores
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 

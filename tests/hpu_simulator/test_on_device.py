@@ -22,6 +22,8 @@ def test_on_device(path: Path, mode: str, tmp_path: Path) -> None:
         "-p",
         "no:cacheprovider",
         "--no-header",
+        "-n",
+        "0",
         f"--junitxml={report}",
         f"--basetemp={tmp_path / 'inner'}",
     ]
