@@ -55,7 +55,7 @@ def floor_seconds_per_step(snapshot: dict[str, Any]) -> float | None:
     The peak is that of bf16 whatever the dtypes were: fp32 products run at that rate at best.
     """
     flops, peak = flops_per_step(snapshot), GENERATIONS[snapshot["generation"]].bf16
-    return flops / (peak * 1e12) if flops and peak else None
+    return flops / (peak * 1e12) if flops else None
 
 
 def late_graphs(snapshot: dict[str, Any]) -> list[dict[str, Any]]:

@@ -39,7 +39,6 @@ memory_stats = device.memory_stats
 reset_peak_memory_stats = device.reset_peak_memory_stats
 reset_accumulated_memory_stats = device.reset_accumulated_memory_stats
 set_autocast_lists = device.set_autocast_lists
-is_known_operator = device.is_known_operator
 wrap_backend = device.wrap_backend
 
 _LIBRARIES = tuple(
@@ -116,7 +115,9 @@ def _place(frame: Any) -> str:
 
 
 def _start() -> None:
-    device.initialize(lazy, settings.mode == "shapes", settings.devices, settings.generation.memory_bytes)
+    device.initialize(
+        lazy, settings.mode == "shapes", settings.devices, settings.generation.memory_bytes, _settings.LARGE
+    )
     device.set_line_callback(user_line)
     register_optimizer_step_pre_hook(lambda *_: device.in_optimizer(True))
     register_optimizer_step_post_hook(lambda *_: device.in_optimizer(False))

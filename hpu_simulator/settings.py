@@ -10,6 +10,7 @@ from pathlib import Path
 
 GIB = 2**30
 MODES = ("compute", "shapes")
+LARGE = 1 << 16  # shapes mode: elements from which on a host tensor gets no values; below, filling costs nothing
 MOST_DEVICES = 127  # torch keeps a device's index in one signed byte
 GENERATION, MODE, DEVICES, JSON, HTML = (
     "HPU_SIMULATOR" + suffix for suffix in ("", "_MODE", "_DEVICES", "_JSON", "_HTML")
@@ -28,23 +29,20 @@ class Generation:
     Attributes:
         name: as the bridge calls it, e.g. ``gaudi2``.
         memory_bytes: device memory.
-        bf16, fp32: peak of matrix products in TFLOP/s; None where Intel gives no figure.
-        bandwidth: peak of the device memory in TB/s (1e12 bytes).
+        bf16: peak of matrix products in TFLOP/s.
     """
 
     name: str
     memory_bytes: int
-    bf16: float | None
-    fp32: float | None
-    bandwidth: float | None
+    bf16: float
 
 
-# Source of the rates: the table of generations in Intel's talk on Gaudi 3 at Hot Chips 2024 ("Peak Compute (BF16)",
-# "Peak HBM BW"). It has no fp32 column, and no other paper of Intel's was found that gives one for all generations.
+# Source of the rates: the table of generations in Intel's talk on Gaudi 3 at Hot Chips 2024 ("Peak Compute (BF16)").
+# It has no fp32 column, and no other paper of Intel's was found that gives one for all generations.
 GENERATIONS = {
-    "gaudi": Generation("gaudi", 32 * GIB, bf16=60, fp32=None, bandwidth=0.9),
-    "gaudi2": Generation("gaudi2", 96 * GIB, bf16=432, fp32=None, bandwidth=2.46),
-    "gaudi3": Generation("gaudi3", 128 * GIB, bf16=1835, fp32=None, bandwidth=3.67),
+    "gaudi": Generation("gaudi", 32 * GIB, bf16=60),
+    "gaudi2": Generation("gaudi2", 96 * GIB, bf16=432),
+    "gaudi3": Generation("gaudi3", 128 * GIB, bf16=1835),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-LARGE = 1 << 16  # elements; below, filling costs nothing
+from hpu_simulator.settings import LARGE
 
 
 def start() -> None:

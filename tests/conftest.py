@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any of the libraries reads it
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the recorded numbers are the CPU's
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share the cores
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, by what tests start, too
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 

@@ -15,10 +15,6 @@ using c10::IValue;
 std::atomic<Graph*> g_capturing{nullptr};
 std::mutex g_capture_mutex;  // a backward pass runs in a thread of its own
 
-bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == c10::kHPU;
-}
-
 }  // namespace
 
 Graph::Slot::Slot(const c10::Storage& storage)

@@ -87,15 +87,6 @@ torch::CppFunction make_kernel() {
   return torch::CppFunction::makeFromBoxedFunction<&autocast_kernel<cast>>();
 }
 
-bool is_known_operator(const std::string& name) {
-  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (op.name == "aten::" + name) {
-      return true;
-    }
-  }
-  return false;
-}
-
 TORCH_LIBRARY_IMPL(_, AutocastHPU, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
@@ -455,9 +446,10 @@ void set_line_callback(const py::object& callback) {
   });
 }
 
-void initialize(bool lazy, bool shapes, int devices, int64_t limit) {
+void initialize(bool lazy, bool shapes, int devices, int64_t limit, int64_t large) {
   record().lazy = lazy;
   record().shapes = shapes;
+  record().large = large;
   set_device_count(devices);
   for (auto& counters : record().memory) {
     counters.limit = limit;
@@ -513,7 +505,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &device_count);
   m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("set_autocast_lists", &set_autocast_lists);
-  m.def("is_known_operator", &is_known_operator);
   m.def("wrap_backend", [](const c10::intrusive_ptr<c10d::Backend>& inner) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Hccl>(inner));
   });

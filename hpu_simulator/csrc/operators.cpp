@@ -18,14 +18,6 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == c10::kHPU;
-}
-
-uint64_t mixed(uint64_t seed, uint64_t value) {
-  return seed ^ (value * 0xff51afd7ed558ccdULL + 0x9e3779b97f4a7c15ULL + (seed << 6) + (seed >> 2));
-}
-
 uint64_t hash_of(uint64_t seed, const at::Tensor& tensor) {
   seed = mixed(seed, static_cast<uint64_t>(tensor.scalar_type()) * 1000 + static_cast<uint64_t>(tensor.dim()));
   for (const auto size : tensor.sizes()) {
@@ -133,7 +125,7 @@ int64_t flops_of(OperatorInfo::Flops kind, const IValue* arguments) {
     }
     case Flops::ConvolutionBackward: {
       // (gradient, input, weight, ...): one product for each gradient that is asked for (input, weight).
-      const bool transposed = arguments[7 - 1].toBool();
+      const bool transposed = arguments[6].toBool();
       const auto& positions = transposed ? tensor(1) : tensor(0);
       const auto mask = arguments[9].toBoolList();
       const int64_t one = 2 * positions.numel() / positions.size(1) * tensor(2).numel();
@@ -525,8 +517,7 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
                  std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(c10::layout_or_default(layout) == at::kStrided, "the simulated HPU has strided tensors only");
   const c10::OptionalDeviceGuard guard(device);
-  RunningOperator running(RunningOperator::name() == std::string("an allocation") ? "aten::empty"
-                                                                                   : RunningOperator::name());
+  const RunningOperator running("aten::empty");
   auto tensor = at::detail::empty_generic(size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::HPU),
                                           c10::dtype_or_default(dtype), format);
   Graph::add_storage(tensor.storage());
@@ -538,8 +529,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                          std::optional<bool> /*pin_memory*/) {
   TORCH_CHECK(c10::layout_or_default(layout) == at::kStrided, "the simulated HPU has strided tensors only");
   const c10::OptionalDeviceGuard guard(device);
-  RunningOperator running(RunningOperator::name() == std::string("an allocation") ? "aten::empty_strided"
-                                                                                   : RunningOperator::name());
+  const RunningOperator running("aten::empty_strided");
   auto tensor = at::detail::empty_strided_generic(size, stride, device_allocator(),
                                                   c10::DispatchKeySet(c10::DispatchKey::HPU),
                                                   c10::dtype_or_default(dtype));
@@ -643,8 +633,6 @@ void note_large_values(const at::Tensor& host) {
   }
 }
 
-constexpr int64_t kLarge = 1 << 16;  // the same number as in shapes.py
-
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool /*non_blocking*/) {
   static auto& to_itself = info_of(*find("aten::copy_", ""));
   RunningOperator running("aten::copy_");
@@ -655,7 +643,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     record().copied(false, destination);
     record().sync("copy to host", static_cast<int64_t>(self.nbytes()));
     if (record().shapes) {
-      if (destination.numel() < kLarge) {  // weights on their way to a file: their memory need not exist
+      if (destination.numel() < record().large) {  // weights on their way to a file: their memory need not exist
         const_cast<at::Tensor&>(destination).fill_(known_value(self.storage()).value_or(1));
       }
     } else {
@@ -716,6 +704,13 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 
 }  // namespace
 
+static void take_geometry(const at::Tensor& tensor, const at::Tensor& from) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(from.sizes(), from.strides(), from.storage_offset());
+  impl->_set_conj(from.is_conj());
+  impl->_set_neg(from.is_neg());
+}
+
 at::Tensor alias_of(const at::Tensor& tensor) {
   const bool shapes = record().shapes;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -726,16 +721,9 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(stand_in)), c10::DispatchKeySet(shapes ? c10::DispatchKey::Meta : c10::DispatchKey::CPU),
       tensor.dtype());
-  auto* impl = alias.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  take_geometry(alias, tensor);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    impl->set_wrapped_number(true);
-  }
-  if (tensor.is_conj()) {
-    impl->_set_conj(true);
-  }
-  if (tensor.is_neg()) {
-    impl->_set_neg(true);
+    alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
   return alias;
 }
@@ -743,14 +731,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 at::Tensor device_tensor_like(c10::Storage storage, const at::Tensor& geometry) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
                                                          c10::DispatchKeySet(c10::DispatchKey::HPU), geometry.dtype());
-  auto* impl = tensor.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(geometry.sizes(), geometry.strides(), geometry.storage_offset());
-  if (geometry.is_conj()) {
-    impl->_set_conj(true);
-  }
-  if (geometry.is_neg()) {
-    impl->_set_neg(true);
-  }
+  take_geometry(tensor, geometry);
   return tensor;
 }
 

@@ -1,7 +1,6 @@
 // The record of what ran: phases, lazy graphs, host syncs, memory.
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 
 #include "simulator.h"
 
@@ -20,10 +19,6 @@ std::function<std::string()>& line_source() {
 constexpr size_t kInputs = 8;  // of a graph, the latest: before the first step buffers arrive, too
 
 thread_local const char* t_running = nullptr;
-
-uint64_t mixed(uint64_t seed, uint64_t value) {
-  return seed ^ (value + 0x9e3779b97f4a7c15ULL + (seed << 12) + (seed >> 4));
-}
 
 std::string described(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), tensor.sizes());
@@ -54,7 +49,7 @@ void set_line_source(std::function<std::string()> source) {
 }
 
 RunningOperator::RunningOperator(const char* name) : before_(t_running) {
-  t_running = name;
+  t_running = before_ == nullptr ? name : before_;
 }
 
 RunningOperator::~RunningOperator() {
@@ -77,11 +72,6 @@ Phase Record::advance_phase(const OperatorInfo& info) {
   } else if (phase_ == Phase::Backward && !at::GradMode::is_enabled()) {
     phase_ = Phase::Optimizer;  // clipping, scaling: between the backward pass and the optimiser
   }
-  return phase_;
-}
-
-Phase Record::phase_now() {
-  std::lock_guard<std::recursive_mutex> guard(mutex);
   return phase_;
 }
 
@@ -133,9 +123,7 @@ void Record::boundary(const char* cause) {
     const auto found = known_graphs_.find(open_hash_);
     if (found != known_graphs_.end()) {
       graphs[found->second].reused += 1;
-      open_hash_ = open_ops_ = 0;
-      open_phases_ = {};
-      open_new_op_.clear();
+      close_graph();
       return;
     }
   }
@@ -158,6 +146,10 @@ void Record::boundary(const char* cause) {
   known_graphs_[open_hash_] = graphs.size();
   graphs.push_back(std::move(graph));
   compiled += 1;
+  close_graph();
+}
+
+void Record::close_graph() {
   open_hash_ = open_ops_ = 0;
   open_phases_ = {};
   open_new_op_.clear();

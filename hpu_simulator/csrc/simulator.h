@@ -27,6 +27,14 @@ constexpr int kPhases = 5;
 const char* name_of(Phase phase);
 std::string dtype_name(at::ScalarType type);  // as Python calls it
 
+inline bool on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == c10::kHPU;
+}
+
+inline uint64_t mixed(uint64_t seed, uint64_t value) {
+  return seed ^ (value * 0xff51afd7ed558ccdULL + 0x9e3779b97f4a7c15ULL + (seed << 6) + (seed >> 2));
+}
+
 struct MemoryCounters {
   int64_t limit = 0, in_use = 0, peak = 0;
   int64_t allocs = 0, frees = 0, largest = 0, accumulated_allocs = 0, accumulated_frees = 0;
@@ -76,11 +84,11 @@ class Record {
   void allocated(int device, int64_t bytes);  // raises torch's out-of-memory error
   void freed(int device, int64_t bytes);
   void note_out_of_int32(const char* what, int64_t value);
-  Phase phase_now();
 
   // Recursive: making a Python object may collect garbage, which frees tensors, which is recorded.
   std::recursive_mutex mutex;
   bool lazy = false, shapes = false;
+  int64_t large = 0;  // shapes mode: host tensors of that many elements get no values
   std::array<MemoryCounters, kMaxDevices> memory;
   std::array<int64_t, kPhases> phase_ops{}, phase_flops{}, phase_peak{};
   std::vector<GraphRecord> graphs;
@@ -95,6 +103,7 @@ class Record {
 
  private:
   Phase advance_phase(const OperatorInfo& info);
+  void close_graph();
   std::unordered_set<uint64_t> signatures_;
   std::unordered_map<uint64_t, size_t> known_graphs_;
   Phase phase_ = Phase::Setup;
@@ -115,7 +124,7 @@ std::vector<const OperatorInfo*> known_operators();
 std::string user_line();
 void set_line_source(std::function<std::string()> source);
 
-// The operator that runs in this thread, for messages.
+// The operator that runs in this thread, for messages. An inner one does not count.
 struct RunningOperator {
   explicit RunningOperator(const char* name);
   ~RunningOperator();
@@ -159,14 +168,14 @@ class Graph {
   void replay();
   void reset();
   static bool capturing();
-  // While capturing: what ran. `stack` holds the arguments before they were replaced by aliases.
+  // While capturing: what ran, with the arguments as they were before stand-ins took their places.
   static void add(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments, OperatorInfo& info,
                   const std::vector<at::Tensor>& results);
   static void add_storage(const c10::Storage& storage);
 
  private:
   struct TensorRef {
-    int slot;  // -1: a host tensor, kept in `arguments`
+    int slot;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
     caffe2::TypeMeta dtype;
