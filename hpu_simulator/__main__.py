@@ -22,10 +22,11 @@ stderr says what it asked of the device. In place of the script: -m module, or t
 """
 MORE = """\
 In --mode shapes nothing is computed and no memory is used: only sizes are counted. Where the command names the batch
-flag, the program is then run again with other batch sizes to find the largest one that fits. PT_HPU_LAZY_MODE=1 in
+flag, the program is then run again with other batch sizes to find the largest one that fits. With several devices one
+rank of as many is rehearsed without the others, whose values are taken to be its own. PT_HPU_LAZY_MODE=1 in
 the environment is lazy mode, as on a card. After --install, HPU_SIMULATOR=gaudi2 in the environment does the same as
-this command for every Python program of this environment; HPU_SIMULATOR_MODE, _DEVICES, _JSON and _HTML are the other
-options.
+this command for every Python program of this environment; HPU_SIMULATOR_MODE, _DEVICES, _RANK, _JSON and _HTML are the
+other options.
 """
 PTH = "hpu_simulator.pth"
 
@@ -47,7 +48,8 @@ def parser() -> Parser:
     )
     made.add_argument("--generation", choices=list(settings.GENERATIONS), help="the card (default: gaudi2)")
     made.add_argument("--mode", choices=settings.MODES, help="compute everything (default), or count shapes and sizes")
-    made.add_argument("--devices", metavar="N", help="cards that a process sees (default: 1)")
+    made.add_argument("--devices", metavar="N", help="cards that a process sees (default: 1); shapes: ranks of the run")
+    made.add_argument("--rank", metavar="N", help="shapes mode with several devices: the rank to rehearse (default: 0)")
     made.add_argument("--json", metavar="FILE", help="write the report as JSON; each rank writes FILE-rank<N>")
     made.add_argument("--html", metavar="FILE", help="write the report as a page with charts")
     made.add_argument(
@@ -144,12 +146,12 @@ def main(words: list[str]) -> int:
         return 0
     if not command:
         options.error("no script given")
-    names = (settings.GENERATION, settings.MODE, settings.DEVICES, settings.JSON, settings.HTML)
-    chosen = (given.generation, given.mode, given.devices, given.json, given.html)
+    names = (settings.GENERATION, settings.MODE, settings.DEVICES, settings.RANK, settings.JSON, settings.HTML)
+    chosen = (given.generation, given.mode, given.devices, given.rank, given.json, given.html)
     asked = {name: value for name, value in zip(names, chosen, strict=True) if value is not None}
     try:
         command = resolve(command)
-        before = {name: os.environ[name] for name in names if os.environ.get(name)}
+        before = {name: os.environ[name] for name in (*names, "RANK", "WORLD_SIZE") if os.environ.get(name)}
         wanted = settings.read({settings.GENERATION: "gaudi2"} | before | asked)
     except (FileNotFoundError, settings.SettingsError) as error:
         options.error(str(error))

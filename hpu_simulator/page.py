@@ -55,6 +55,8 @@ def render(snapshot: dict[str, Any]) -> str:
     steps = snapshot.get("steps") or 0
     title = f"HPU simulator: {snapshot['generation']}"
     about = f"{mode} mode, {snapshot['mode']}, {plural(snapshot.get('devices', 1), 'device')}"
+    if snapshot.get("rank") is not None:
+        about += f", rank {snapshot['rank']} of {snapshot['world_size']}"
     memory = snapshot.get("memory") or {}
     drawn = [
         charts.memory(memory.get("by_step") or [], memory.get("limit")),

@@ -39,6 +39,8 @@ def finish(snapshot: dict[str, Any], settings: Settings) -> None:
     if not snapshot.get("ops") and not snapshot.get("out_of_memory"):
         return
     rank, world_size = _rank()
+    if rank == settings.rank:  # without the others there is one report
+        rank, world_size = 0, 1
     for path, make in ((settings.json, as_json), (settings.html, page.render)):
         if path:
             _write(rank_path(path, rank, world_size), make(snapshot))
@@ -85,6 +87,7 @@ def _head(snapshot: dict[str, Any]) -> list[str]:
         f"{mode} mode",
         f"{snapshot['mode']} ({what[snapshot['mode']]})",
         f"{devices} device{'s' * (devices != 1)}",
+        *([] if snapshot.get("rank") is None else [f"rank {snapshot['rank']} of {snapshot['world_size']}"]),
         f"{steps} optimiser step{'s' * (steps != 1)}" if steps else "no optimiser step",
     ]
     return ["-" * WIDTH, "HPU simulator: " + ", ".join(facts)]

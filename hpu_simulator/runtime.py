@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ memory_stats = device.memory_stats
 reset_peak_memory_stats = device.reset_peak_memory_stats
 reset_accumulated_memory_stats = device.reset_accumulated_memory_stats
 set_autocast_lists = device.set_autocast_lists
-wrap_backend = device.wrap_backend
 
 _LIBRARIES = tuple(
     {
@@ -61,6 +61,13 @@ def mark_step() -> None:
 def synchronize(index: int | None = None) -> None:
     """Wait for the device, which ends a lazy graph; here everything has run already."""
     device.boundary("synchronize")
+
+
+def make_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return torch's backend ``hccl``: gloo between processes over the device's memory; in shapes mode a lone rank."""
+    if settings.mode == "shapes":
+        return device.lone_backend("hccl", rank, size)
+    return device.wrap_backend(torch.distributed.ProcessGroupGloo(store, rank, size, timeout))
 
 
 def user_line() -> str:
@@ -88,6 +95,8 @@ def snapshot() -> dict[str, Any]:
         "lazy_variable_changed": None if changed == str(int(lazy)) else changed,
         "generation": settings.generation.name,
         "devices": settings.devices,
+        "rank": settings.rank,
+        "world_size": int(os.environ["WORLD_SIZE"]) if settings.rank is not None else None,
         **counted,
     }
 
@@ -122,9 +131,11 @@ def _start() -> None:
     register_optimizer_step_pre_hook(lambda *_: device.in_optimizer(True))
     register_optimizer_step_post_hook(lambda *_: device.in_optimizer(False))
     if settings.mode == "shapes":
-        from hpu_simulator import shapes
+        from hpu_simulator import alone, shapes
 
+        _settings.launch(settings)  # nobody has, where the environment alone started this
         shapes.start()
+        alone.start(device.lone_backend)
     # Python runs these in reverse order: the report first, then no more questions about lines. Then the thread of the
     # last backward pass lets go of its Python objects, which it must not do while Python ends.
     atexit.register(time.sleep, 0.1)

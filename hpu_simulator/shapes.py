@@ -28,6 +28,7 @@ def start() -> None:
         setattr(torch, name, _drawing(getattr(torch, name)))
     for name in ("trunc_normal_", "orthogonal_"):  # several operators each
         setattr(torch.nn.init, name, _skipping(getattr(torch.nn.init, name)))
+    torch._tensor_str._tensor_str = _printed(torch._tensor_str._tensor_str)
     actions = {
         "transformers.modeling_utils": _without_weights_transformers,
         "diffusers.models.modeling_utils": _without_weights_diffusers,
@@ -62,6 +63,16 @@ def _clone(clone: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return torch.empty_like(tensor, **options) if bare else clone(tensor, **options)
 
     return clone_small
+
+
+def _printed(text: Callable[..., str]) -> Callable[..., str]:
+    """A tensor is printed from the host: which digits it needs is found out by masks."""
+
+    @wraps(text)
+    def text_on_host(tensor: torch.Tensor, *args: Any, **options: Any) -> str:
+        return text(tensor.detach().to("cpu") if tensor.device.type == "hpu" else tensor, *args, **options)
+
+    return text_on_host
 
 
 def _needs_no_values(tensor: torch.Tensor) -> bool:

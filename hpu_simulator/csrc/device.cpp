@@ -4,6 +4,7 @@
 #include <ATen/detail/HPUHooksInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
@@ -23,6 +24,7 @@ struct Block {
   void* memory;       // ours to free, or null
   c10::Storage host;  // a result of a host kernel, taken over
   std::optional<double> value;
+  at::Tensor values;  // shapes mode: the bytes of a small tensor of integers, on the host
 };
 
 void free_block(void* context) {
@@ -63,7 +65,7 @@ struct DeviceAllocator final : c10::Allocator {
     record().allocated(device.index(), static_cast<int64_t>(bytes));
     void* memory = record().shapes ? nullptr : c10::alloc_cpu(bytes);
     void* data = memory != nullptr ? memory : next_address(static_cast<int64_t>(bytes));
-    return {data, new Block{device.index(), static_cast<int64_t>(bytes), memory, {}, {}}, &free_block, device};
+    return {data, new Block{device.index(), static_cast<int64_t>(bytes), memory, {}, {}, {}}, &free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr;  // the context is not the data
@@ -301,7 +303,7 @@ c10::DataPtr adopt_data(c10::Storage host, int64_t bytes, int device) {
   }
   record().allocated(device, bytes);
   void* data = record().shapes ? next_address(bytes) : host.mutable_data();
-  return {data, new Block{device, bytes, nullptr, std::move(host), {}}, &free_block, where};
+  return {data, new Block{device, bytes, nullptr, std::move(host), {}, {}}, &free_block, where};
 }
 
 std::optional<double> known_value(const c10::Storage& storage) {
@@ -316,6 +318,40 @@ void set_known_value(const at::Tensor& tensor, std::optional<double> value) {
   }
   const bool whole = static_cast<int64_t>(tensor.nbytes()) == block->bytes;
   block->value = whole || block->value == value ? value : std::nullopt;
+  block->values.reset();
+}
+
+static at::Tensor values_in(const at::Tensor& bytes, const at::Tensor& geometry) {
+  auto whole = bytes.narrow(0, 0, bytes.numel() / geometry.element_size() * geometry.element_size());
+  return whole.view(geometry.scalar_type()).as_strided(geometry.sizes(), geometry.strides(), geometry.storage_offset());
+}
+
+at::Tensor known_values(const at::Tensor& tensor) {
+  const auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  if (block == nullptr || !at::isIntegralType(tensor.scalar_type(), true) || block->bytes > kMostValues) {
+    return {};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (block->values.defined()) {
+    return values_in(block->values, tensor).clone();
+  }
+  return block->value ? at::full(tensor.sizes(), *block->value, at::TensorOptions(tensor.scalar_type())) : at::Tensor();
+}
+
+void set_known_values(const at::Tensor& tensor, const at::Tensor& values) {
+  auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  if (block == nullptr || !at::isIntegralType(tensor.scalar_type(), true) || block->bytes > kMostValues) {
+    set_known_value(tensor, std::nullopt);
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (!block->values.defined()) {  // the rest of it is read as it was before
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    const auto rest = at::full({block->bytes / size + 1}, block->value.value_or(1), at::TensorOptions(tensor.scalar_type()));
+    block->values = rest.view(at::kByte).narrow(0, 0, block->bytes);
+    block->value.reset();
+  }
+  values_in(block->values, tensor).copy_(values);
 }
 
 int current_device() {

@@ -383,7 +383,7 @@ std::optional<double> result_value(const OperatorInfo& info, const std::vector<I
   if (!name.empty() && name.back() == '_') {
     name.pop_back();
   }
-  if (name == "zero") {
+  if (name == "zero" || name == "isnan") {
     return 0;
   }
   const auto first = arguments.empty() ? std::nullopt : value_of(arguments[0]);
@@ -396,9 +396,18 @@ std::optional<double> result_value(const OperatorInfo& info, const std::vector<I
   if (arguments.size() < 2) {
     return std::nullopt;
   }
+  if (arguments[0].isTensor() && arguments[1].isTensor() && arguments[0].toTensor().is_same(arguments[1].toTensor())) {
+    if (name == "ne" || name == "eq") {  // with itself: no value is infinite or not a number
+      return name == "eq";
+    }
+  }
   const auto second = value_of(arguments[1]);
   if (name == "fill" || name == "copy") {
     return second;
+  }
+  if (first && second && (name == "add" || name == "mul")) {  // a count of what went wrong, over tensors or ranks
+    const bool plain = name == "mul" || arguments.size() < 3 || arguments[2].toScalar().equal(1);
+    return !plain ? std::nullopt : std::make_optional(name == "mul" ? *first * *second : *first + *second);
   }
   if (name == "bitwise_and" || name == "logical_and" || name == "bitwise_or" || name == "logical_or") {
     const double decisive = name.find("or") == std::string::npos ? 0 : 1;
@@ -633,6 +642,12 @@ void note_large_values(const at::Tensor& host) {
   }
 }
 
+// What is remembered of a host tensor that becomes the device's: integers, if they are few.
+at::Tensor known_on_host(const at::Tensor& host) {
+  const bool kept = at::isIntegralType(host.scalar_type(), true) && static_cast<int64_t>(host.nbytes()) <= kMostValues;
+  return kept ? host : at::Tensor();
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool /*non_blocking*/) {
   static auto& to_itself = info_of(*find("aten::copy_", ""));
   RunningOperator running("aten::copy_");
@@ -643,7 +658,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     record().copied(false, destination);
     record().sync("copy to host", static_cast<int64_t>(self.nbytes()));
     if (record().shapes) {
-      if (destination.numel() < record().large) {  // weights on their way to a file: their memory need not exist
+      const auto values = known_values(self);
+      if (values.defined()) {
+        const_cast<at::Tensor&>(destination).copy_(values);
+      } else if (destination.numel() < record().large) {  // weights on their way to a file: their memory need not exist
         const_cast<at::Tensor&>(destination).fill_(known_value(self.storage()).value_or(1));
       }
     } else {
@@ -660,7 +678,16 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     }
   }
   if (record().shapes) {
-    set_known_value(destination, from_device ? known_value(self.storage()) : std::nullopt);
+    const bool number = self.numel() == 1 && self.is_floating_point() && self.is_cpu();  // a flag, a sum of the host's
+    const auto value = from_device ? known_value(self.storage())
+                       : number    ? std::make_optional(self.item<double>())
+                                   : std::nullopt;
+    const auto values = value ? at::Tensor() : from_device ? known_values(self) : known_on_host(self);
+    if (values.defined()) {
+      set_known_values(destination, values);
+    } else {
+      set_known_value(destination, value);
+    }
   } else {
     alias_of(destination).copy_(from_device ? alias_of(self) : self);
   }
@@ -692,6 +719,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(!Graph::capturing(), "a recorded HPU graph cannot hold .item() (", user_line(), ")");
   record().sync("item", static_cast<int64_t>(self.dtype().itemsize()));
   if (record().shapes) {
+    const auto values = known_values(self);
+    if (values.defined()) {
+      return values.item();
+    }
     const double value = known_value(self.storage()).value_or(1);
     const auto type = self.scalar_type();
     return at::isIntegralType(type, false) ? at::Scalar(static_cast<int64_t>(value))

@@ -142,6 +142,11 @@ c10::DataPtr adopt_data(c10::Storage host, int64_t bytes, int device);
 // Shapes mode: the number that all elements are known to be. A tensor that is only a part may change what is known.
 std::optional<double> known_value(const c10::Storage& storage);
 void set_known_value(const at::Tensor& tensor, std::optional<double> value);
+// Shapes mode: what integers on the device are, as a host tensor of the same sizes; undefined if not known. Known is what
+// came from the host or over a collective: counts, sizes, names as bytes, by which a program finds its way.
+constexpr int64_t kMostValues = 1 << 22;  // bytes of a storage whose values are kept
+at::Tensor known_values(const at::Tensor& tensor);
+void set_known_values(const at::Tensor& tensor, const at::Tensor& values);
 int current_device();
 void set_current_device(int device);
 void set_device_count(int count);

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_json_is_the_snapshot_with_what_follows_from_it() -> None:
     assert written["findings"] == findings.find(full())
     assert written["floor_seconds_per_step"] == pytest.approx(1.5e14 / 432e12)
     assert json.loads(report.as_json(empty()))["floor_seconds_per_step"] is None
+
+
+def test_a_lone_rank_is_named_and_reports_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    lone = full() | {"mode": "shapes", "devices": 8, "rank": 3, "world_size": 8}
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    report.finish(lone, replace(to(tmp_path), rank=3))
+    assert written(tmp_path / "new") == ["run.html", "run.json"]
+    assert "8 devices, rank 3 of 8, 20 optimiser steps" in capsys.readouterr().err
+    assert "8 devices, rank 3 of 8" in (tmp_path / "new" / "run.html").read_text(encoding="utf-8")
 
 
 def written(folder: Path) -> list[str]:

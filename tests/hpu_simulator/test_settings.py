@@ -57,7 +57,7 @@ def test_a_value_that_does_not_exist_is_one_line_with_those_that_do(variable: st
 
 
 def test_written_settings_are_read_back_by_a_child_elsewhere(tmp_path: Path) -> None:
-    given = settings.Settings(settings.GENERATIONS["gaudi"], "shapes", 4, "report.json", "page.html")
+    given = settings.Settings(settings.GENERATIONS["gaudi"], "shapes", 4, "report.json", "page.html", rank=2)
     environ = dict(os.environ) | {"PYTHONPATH": "/some/where"}
     settings.write(given, environ)
     assert environ["PYTHONPATH"].split(os.pathsep) == [str(settings.BRIDGE), "/some/where"]
@@ -67,6 +67,41 @@ def test_written_settings_are_read_back_by_a_child_elsewhere(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
     absolute = replace(given, json=str(Path("report.json").absolute()), html=str(Path("page.html").absolute()))
     assert done.stdout.strip() == str(absolute), done.stderr
+
+
+def test_a_lone_rank_gets_what_a_launcher_would_give_and_keeps_what_one_gave() -> None:
+    asked = {"HPU_SIMULATOR": "gaudi2", "HPU_SIMULATOR_MODE": "shapes", "HPU_SIMULATOR_DEVICES": "8"}
+    environ = dict(asked)
+    settings.launch(settings.read(environ), environ)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [environ[name] for name in names] == ["0", "0", "8", "8", "localhost", "29500"]
+    environ = asked | {"RANK": "11", "WORLD_SIZE": "16", "MASTER_PORT": "1"}
+    settings.launch(settings.read(environ), environ)
+    assert [environ[name] for name in names] == ["11", "3", "16", "8", "localhost", "1"]
+    assert settings.read(environ | {"RANK": "5"}).rank == 11, "a launcher's child is another one"
+
+
+@pytest.mark.parametrize("more", [{"HPU_SIMULATOR_DEVICES": "1"}, {"HPU_SIMULATOR_MODE": "compute"}])
+def test_there_is_no_lone_rank_of_one_device_nor_in_compute(more: dict[str, str]) -> None:
+    environ = {"HPU_SIMULATOR": "gaudi2", "HPU_SIMULATOR_MODE": "shapes", "HPU_SIMULATOR_DEVICES": "8"} | more
+    settings.launch(settings.read(environ), environ)
+    assert not {"RANK", "WORLD_SIZE", "HPU_SIMULATOR_RANK"} & set(environ)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"RANK": "8"}, "RANK='8'"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE of '1'"),
+        ({"HPU_SIMULATOR_RANK": "-1"}, "HPU_SIMULATOR_RANK='-1'"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE of 'many'"),
+    ],
+)
+def test_a_rank_that_does_not_exist_is_one_line(given: dict[str, str], name: str) -> None:
+    environ = {"HPU_SIMULATOR": "gaudi2", "HPU_SIMULATOR_MODE": "shapes", "HPU_SIMULATOR_DEVICES": "8"} | given
+    with pytest.raises(settings.SettingsError, match=name) as caught:
+        settings.read(environ)
+    assert "\n" not in str(caught.value)
 
 
 def test_writing_twice_changes_nothing_and_drops_old_files() -> None:

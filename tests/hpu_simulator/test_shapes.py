@@ -159,6 +159,29 @@ def test_values_read_back_are_one_and_known_numbers_are_kept(tmp_path: Path) -> 
     assert sum(sync["count"] for sync in report["syncs"]) == 10
 
 
+def test_integers_of_the_host_are_remembered_and_nothing_is_nan(tmp_path: Path) -> None:
+    code = """
+    import torch
+    x = torch.tensor([[3, 5], [7, 9]]).to("hpu")
+    print(x.tolist(), x[1, 0].item(), x.t().clone().to(torch.int32).tolist(), (x + 1).tolist())
+    x[0] = torch.tensor([1, 2])
+    print(x.tolist(), torch.tensor(4.0).to("hpu").item(), torch.tensor([4.0, 4.0]).to("hpu").tolist())
+    y = torch.randn(3, device="hpu")
+    bad = torch.zeros(1, device="hpu")
+    bad += (y.isnan() | y.isinf()).float().max()
+    print(bad.item(), y.isnan().any().item(), y)
+    x.add_(1)
+    print(x.tolist())
+    """
+    out, _ = shapes(tmp_path, "\n".join(line[4:] for line in code.splitlines()))
+    assert out.splitlines() == [
+        "[[3, 5], [7, 9]] 7 [[3, 7], [5, 9]] [[1, 1], [1, 1]]",
+        "[[1, 2], [7, 9]] 4.0 [1.0, 1.0]",
+        "0.0 False tensor([1., 1., 1.], device='hpu:0')",
+        "[[1, 1], [1, 1]]",
+    ]
+
+
 def test_generation_goes_on_to_its_longest(tmp_path: Path) -> None:
     code = """
 import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed
@@ -32,15 +31,9 @@ def initialize_distributed_hpu(
     return tuple(known if value is None else value for value, known in zip(given, found, strict=True))
 
 
-def _create(
-    store: torch.distributed.Store, rank: int, world_size: int, timeout: timedelta
-) -> torch.distributed.ProcessGroup:
-    return runtime.wrap_backend(torch.distributed.ProcessGroupGloo(store, rank, world_size, timeout))
-
-
 def _register() -> None:
     if not hasattr(torch.distributed.Backend, "HCCL"):
-        torch.distributed.Backend.register_backend("hccl", _create, devices=["hpu"])
+        torch.distributed.Backend.register_backend("hccl", runtime.make_backend, devices=["hpu"])
 
 
 _register()
