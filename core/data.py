@@ -5,11 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from core import distributed
 from core.errors import UserError, say
 
 IGNORE_INDEX = -100  # torch's cross-entropy leaves these targets out
@@ -24,14 +27,14 @@ def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Te
 
 @dataclass
 class Window:
-    """The micro-batches of one optimiser step. Filler rows are in no count.
+    """The micro-batches of one optimiser step. Filler rows are in no count, and counts are those of all ranks.
 
     Attributes:
-        batches: micro-batches on the host, each of the declared batch size.
+        batches: this rank's micro-batches on the host, each of the declared batch size, as many as on other ranks.
         rows: real rows.
         tokens: their tokens, on all axes together.
         targets: their targets that bear loss: labels other than -100.
-        row_ids: the real rows' positions in the data set, in the order of the batches.
+        row_ids: the positions of this rank's real rows in the data set, in the order of its batches.
         last_in_epoch: whether the epoch ends after it.
     """
 
@@ -43,17 +46,16 @@ class Window:
     last_in_epoch: bool
 
     def scale(self) -> torch.Tensor:
-        """1 / targets, a scalar tensor: as a Python number it would be a constant of the graph, new at each step."""
-        return torch.tensor(1.0 / max(self.targets, 1))
+        """Ranks / targets, a scalar tensor: as a Python number it would be a constant of the graph, new at each step.
+
+        The sum of a rank's token losses times this, averaged over the ranks, is the loss per target of the window.
+        """
+        return torch.tensor(distributed.world_size() / max(self.targets, 1))
 
 
 def require_rows(count: int, split: str, args: Namespace) -> None:
-    """Refuse what would train or evaluate nothing, before a model is loaded.
-
-    Raises:
-        UserError: there is no row, or too few training rows for one optimiser step with ``--dataloader_drop_last``.
-    """
-    window = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    """Raise a `UserError` if there is no row, or too few for one optimiser step: before a model is loaded."""
+    window = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
     if count == 0:
         raise UserError(f"the {split} split has no rows")
     if split == "train" and args.dataloader_drop_last and count < window:
@@ -76,10 +78,8 @@ def make_buckets(
     """
     if count == 1 or not lengths:
         return [tuple(limits)]
-    axes = [
-        sorted(min(length, limit) for length in axis)
-        for axis, limit in zip(zip(*lengths, strict=True), limits, strict=True)
-    ]
+    columns = zip(zip(*lengths, strict=True), limits, strict=True)
+    axes = [sorted(min(length, limit) for length in axis) for axis, limit in columns]
     shapes = []
     for part in range(1, count + 1):
         at = -(-len(lengths) * part // count) - 1
@@ -113,9 +113,8 @@ def plan_epoch(
 ) -> Plan:
     """Cut an epoch into windows of ``window_rows`` rows of one bucket.
 
-    A bucket's remainder moves up into the next larger bucket, so that only one window of an epoch can be short. The
-    window, not the batch, is the unit: the rows of an optimiser step do not depend on how it is split into
-    micro-batches or ranks. The plan depends on (seed, epoch) alone.
+    A bucket's remainder moves up into the next larger one, so that only one window of an epoch can be short. The rows
+    of an optimiser step do not depend on how it is split into micro-batches or ranks, only on (seed, epoch).
 
     Args:
         bucket_of_row: per row, its bucket.
@@ -124,10 +123,12 @@ def plan_epoch(
         epoch: which epoch; in the first, the largest shape comes first, so that memory runs out at once or never.
         drop_last: leave the short window out.
     """
-    generator = None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator, order = None, range(len(bucket_of_row))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = torch.randperm(len(order), generator=generator).tolist()
     rows_of: list[list[int]] = [[] for _ in range(max(bucket_of_row, default=0) + 1)]
-    order = range(len(bucket_of_row)) if generator is None else torch.randperm(len(bucket_of_row), generator=generator)
-    for row in map(int, order):
+    for row in order:
         rows_of[bucket_of_row[row]].append(row)
     plan, carried = Plan(), []
     for bucket, rows in enumerate(rows_of):
@@ -148,33 +149,49 @@ def plan_epoch(
     return plan
 
 
-def fill(batch: Batch, size: int) -> Batch:
-    """Fill a short batch to ``size`` rows that weigh nothing, and add ``row_weights`` of shape (size,).
+def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
+    """Fill a short batch to ``size`` with rows that weigh nothing, and add ``row_weights`` of shape (size,).
 
-    Filler repeats the first row, so that no attention row is empty; its ``labels`` are all -100.
+    Filler repeats the first row, so that no attention row is empty; its ``labels`` are all -100. The first ``real``
+    rows count (None: all that are there).
     """
     rows = len(next(iter(batch.values())))
-    missing = size - rows
+    missing, real = size - rows, rows if real is None else real
     if missing:
         batch = {key: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
-        if "labels" in batch:
-            batch["labels"][rows:] = IGNORE_INDEX
-    batch["row_weights"] = torch.cat([torch.ones(rows), torch.zeros(missing)])
+    if real < size and "labels" in batch:
+        batch["labels"][real:] = IGNORE_INDEX
+    batch["row_weights"] = torch.cat([torch.ones(real), torch.zeros(size - real)])
     return batch
 
 
-class MicroBatches(Dataset):
-    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any."""
+def share(rows: list[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+    """Cut a window into micro-batches of at most ``batch_size`` rows, dealt out to the ranks in turn.
 
-    def __init__(self, loader: BatchLoader, rows: list[list[int]], shapes: list[tuple[int, ...]]) -> None:
-        self.loader, self.rows, self.shapes = loader, rows, shapes
+    Every rank gets the same number, since ranks that do unequal work wait for ever: some of the last may be empty.
+    """
+    parts = [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+    parts += [[]] * (-len(parts) % world_size)
+    return parts[rank::world_size]
+
+
+class MicroBatches(Dataset):
+    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any.
+
+    Args:
+        parts: per micro-batch, its rows (none: it is all filler), the row that filler repeats, and the padded shape.
+    """
+
+    def __init__(self, loader: BatchLoader, parts: list[tuple[list[int], int, tuple[int, ...]]]) -> None:
+        self.loader, self.parts = loader, parts
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.parts)
 
     def __getitem__(self, number: int) -> Batch:
-        rows = [self.loader.dataset[row] for row in self.rows[number]]
-        return fill(self.loader.collate(rows, self.shapes[number]), self.loader.batch_size)
+        real, filler, shape = self.parts[number]
+        rows = [self.loader.dataset[row] for row in real or [filler]]
+        return fill(self.loader.collate(rows, shape), self.loader.batch_size, len(real))
 
 
 class BatchLoader:
@@ -186,7 +203,7 @@ class BatchLoader:
         lengths: per row, its length on each axis.
         buckets: the declared shapes.
         batch_size: rows of a micro-batch.
-        accumulation: micro-batches of a window.
+        accumulation: micro-batches of a window on each rank.
         seed: shuffles each epoch anew; None keeps the order.
         drop_last: leave an epoch's short window out.
         workers: processes that make batches ahead.
@@ -214,7 +231,8 @@ class BatchLoader:
         self.workers, self.pin_memory = workers, pin_memory
         self.tokens_of_row = [sum(length) for length in lengths]
         self.bucket_of_row = [assign(length, buckets) for length in lengths]
-        rows, window = len(lengths), batch_size * accumulation
+        self.window = batch_size * accumulation * distributed.world_size()
+        rows, window = len(lengths), self.window
         self.windows_per_epoch = rows // window if drop_last else -(-rows // window)
         if self.windows_per_epoch == 0:
             raise UserError(f"{rows} rows make no optimiser step of {window} rows; give more rows or smaller batches")
@@ -233,57 +251,48 @@ class BatchLoader:
     ) -> BatchLoader:
         """Make a loader as the shared flags say: shuffled windows to train on, rows in order to evaluate.
 
-        Args:
-            limits: largest length per axis; with ``--pad_to_max_length`` every row is padded to it.
-            train: whether to train on the rows.
+        ``limits`` are the largest length per axis; with ``--pad_to_max_length`` every row is padded to it.
         """
         seed = args.seed if args.data_seed is None else args.data_seed
-        return cls(
-            dataset,
-            collate,
-            lengths,
-            make_buckets(lengths, limits, 1 if args.pad_to_max_length else args.length_buckets),
-            args.per_device_train_batch_size if train else args.per_device_eval_batch_size,
-            accumulation=args.gradient_accumulation_steps if train else 1,
-            seed=seed if train else None,
-            drop_last=args.dataloader_drop_last and train,
-            workers=args.dataloader_num_workers,
-            pin_memory=args.non_blocking_data_copy and torch.accelerator.is_available(),
-        )
+        buckets = make_buckets(lengths, limits, 1 if args.pad_to_max_length else args.length_buckets)
+        batch_size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
+        pinned = args.non_blocking_data_copy and torch.accelerator.is_available()
+        options: dict[str, Any] = {"workers": args.dataloader_num_workers, "pin_memory": pinned}
+        if train:
+            accumulation, drop_last = args.gradient_accumulation_steps, args.dataloader_drop_last
+            options |= {"accumulation": accumulation, "seed": seed, "drop_last": drop_last}
+        return cls(dataset, collate, lengths, buckets, batch_size, **options)
 
     def order(self) -> dict[str, Any]:
         """What the rows' order depends on: a position in an epoch means the same rows only where this is equal."""
         return {
             "rows": len(self.tokens_of_row),
-            "window": self.batch_size * self.accumulation,
+            "window": self.window,
             "seed": self.seed,
             "buckets": [list(shape) for shape in self.buckets],
             "drop_last": self.drop_last,
         }
 
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[Window]:
-        """Yield the epoch's windows from number ``start`` on; earlier ones are skipped, not made."""
-        plan = plan_epoch(self.bucket_of_row, self.batch_size * self.accumulation, self.seed, epoch, self.drop_last)
-        rows_of_batch, shapes, counts = [], [], []
+        """Yield the epoch's windows from number ``start`` on; earlier ones are skipped, not made.
+
+        Every rank knows a window's rows, but only its own part's targets: the ranks meet once a window, on the host.
+        """
+        plan = plan_epoch(self.bucket_of_row, self.window, self.seed, epoch, self.drop_last)
+        shares, parts = [], []
         for rows, bucket in zip(plan.windows[start:], plan.buckets[start:], strict=True):
-            parts = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
-            rows_of_batch += parts
-            shapes += [self.buckets[bucket]] * len(parts)
-            counts.append(len(parts))
+            mine = share(rows, self.batch_size, distributed.rank(), distributed.world_size())
+            parts += [(part, rows[0], self.buckets[bucket]) for part in mine]
+            shares.append(mine)
         # The loader draws seeds for its workers: from a generator of its own, or the number of workers would move
         # the global one and with it every dropout mask.
-        batches = iter(
-            DataLoader(
-                MicroBatches(self, rows_of_batch, shapes),
-                batch_size=None,
-                num_workers=min(self.workers, len(rows_of_batch)),
-                pin_memory=self.pin_memory,
-                generator=torch.Generator().manual_seed(0),
-            )
-        )
-        for number, count in enumerate(counts):
+        options = {"num_workers": min(self.workers, len(parts)), "pin_memory": self.pin_memory}
+        generator = torch.Generator().manual_seed(0)
+        batches = iter(DataLoader(MicroBatches(self, parts), batch_size=None, generator=generator, **options))
+        for number, mine in enumerate(shares):
             rows = plan.windows[start + number]
-            window = [next(batches) for _ in range(count)]
+            window = distributed.together(partial(list, islice(batches, len(mine))))  # a row that one rank cannot read
             targets = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in window if "labels" in batch)
-            tokens = sum(self.tokens_of_row[row] for row in rows)
-            yield Window(window, len(rows), tokens, targets, rows, number + 1 == len(counts))
+            targets = int(distributed.sum_over_ranks([targets])[0])
+            tokens, ids = sum(self.tokens_of_row[row] for row in rows), [row for part in mine for row in part]
+            yield Window(window, len(rows), tokens, targets, ids, number + 1 == len(shares))

@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, find_shipped, json_kind, read_json_object
+from core.errors import UserError, find_shipped, json_kind, read_json_object, warn_once
 from core.gaudi_config import GaudiConfig
 
 CONFIGS_DIR = Path(__file__).resolve().parents[1] / "deepspeed_configs"
@@ -18,6 +18,7 @@ BLOCKS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "amp")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # DeepSpeed drops unknown keys in silence. Near misses of these are refused; the list of all grows with each release.
 GUARDED = (*BLOCKS, *BATCH_KEYS, "gradient_clipping", "steps_per_print")
+PARALLEL = ("tensor_parallel", "sequence_parallel_size", "pipeline", "autotp")  # ranks would share rows
 SCHEDULES = {  # the parameters that each of DeepSpeed's own schedules takes
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
@@ -60,7 +61,20 @@ def resolve(
     gaudi_config = gaudi_config or GaudiConfig.from_pretrained(args.gaudi_config)
     problems = _refuse_keys(config)
     if gaudi_config.use_fused_adam:
-        problems.append(f"use_fused_adam is true in --gaudi_config {args.gaudi_config}; DeepSpeed needs it false")
+        warn_once("the Gaudi configuration's use_fused_adam does not work under DeepSpeed: torch's AdamW runs instead")
+    stage = config["zero_optimization"].get("stage", 0) if "zero_optimization" in config else 1
+    if stage not in (1, 2, 3):
+        problems.append(f"zero_optimization.stage is {_show(stage)}; it must be 1, 2 or 3 (DDP needs no --deepspeed)")
+    if args.use_zero3_leaf_promotion and stage != 3:
+        problems.append(f"--use_zero3_leaf_promotion needs zero_optimization.stage 3, not {_show(stage)}")
+    if any(config.get(block) for block in PARALLEL):
+        problems.append("tensor, sequence and pipeline parallelism: every rank has rows of its own here; take them out")
+    if args.optim in ("lamb", "adafactor"):
+        problems.append(
+            f"--optim {args.optim} measures whole tensors, and ZeRO's ranks step parts of them; use adamw_torch"
+        )
+    if "optimizer" in config and args.optim != "adamw_torch":
+        problems.append(f"an optimizer block and --optim {args.optim} both name the optimiser; leave one out")
     for entry in _decided_by_flags(config, args, gaudi_config, world_size, hidden_size, total_steps):
         problems += _settle(config, *entry)
     if problems:
@@ -72,13 +86,14 @@ def _decided_by_flags(
     config: dict, args: Namespace, gaudi: GaudiConfig, world_size: int, hidden_size: int | None, steps: int | None
 ) -> list[tuple[str, Any, str | None, bool]]:
     """List what `_settle` takes: key, value, who says so, whether a missing key is filled."""
+    bf16 = args.bf16 or gaudi.use_torch_autocast
     micro, accum = args.per_device_train_batch_size, args.gradient_accumulation_steps
     decided: list[tuple[str, Any, str | None, bool]] = [
         ("train_micro_batch_size_per_gpu", micro, "--per_device_train_batch_size", True),
         ("gradient_accumulation_steps", accum, "--gradient_accumulation_steps", True),
         ("train_batch_size", micro * accum * world_size, f"{micro} x {accum} x {world_size} devices", True),
-        ("gradient_clipping", args.max_grad_norm, "--max_grad_norm", True),
-        ("bf16.enabled", args.bf16 or gaudi.use_torch_autocast, "--bf16", True),
+        ("gradient_clipping", args.max_grad_norm or 0.0, "--max_grad_norm", True),
+        ("bf16.enabled", bf16, "--bf16" if bf16 else None, True),  # without the flag, the file may ask for it
         ("steps_per_print", args.logging_steps, None, True),
     ]
     if "optimizer" in config:

@@ -92,6 +92,8 @@ class Device:
         """Operations wait for a boundary before they run: lazy mode on a Gaudi."""
         return self.kind == "hpu" and self.mode == "lazy"
 
+    has_hpu_graphs = has_step_boundaries
+
     @property
     def compiles(self) -> bool:
         """A batch of a new shape costs a compilation."""
@@ -101,10 +103,6 @@ class Device:
     def queues_work(self) -> bool:
         """Calls return before the device has done the work."""
         return self.runtime is not None
-
-    @property
-    def has_hpu_graphs(self) -> bool:
-        return self.has_step_boundaries
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -125,6 +123,11 @@ class Device:
         if self.kind != "cpu":
             return True
         return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+    @property
+    def bucket_cap_mb(self) -> int:
+        """Size of the buckets in which gradients travel, unless a flag says otherwise."""
+        return 230 if self.kind == "hpu" else 25
 
     @property
     def compile_backend(self) -> str:
@@ -170,12 +173,8 @@ class Device:
         if self.kind == "hpu":
             return self.runtime.memory_stats()
         if self.kind == "cuda":
-            limit = self.runtime.mem_get_info()[1]
-            return {
-                "InUse": self.runtime.memory_allocated(),
-                "MaxInUse": self.runtime.max_memory_allocated(),
-                "Limit": limit,
-            }
+            used, peak = self.runtime.memory_allocated(), self.runtime.max_memory_allocated()
+            return {"InUse": used, "MaxInUse": peak, "Limit": self.runtime.mem_get_info()[1]}
         return _process_memory()
 
     def reset_peak_memory_stats(self) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import checkpoint, distributed, optimizers, results
+from core import checkpoint, distributed, optimizers, results, state
 from core.data import Batch, BatchLoader, Window
-from core.errors import UserError, say, warn_once
+from core.errors import UserError, is_main_process, say, warn_once
 from core.run import Run
 from core.throughput import FlopsByShape
 from core.tracking import Tracker, banner, profiler
 
+FIRST_STEPS = 3  # of several devices: their losses are looked at one by one, since a wrong set-up shows there
 PROGRESS = ("step_count", "epoch", "position", "total", "best")  # what a checkpoint knows beside the tensors
 
 
@@ -26,7 +27,7 @@ class Engine:
 
     Args:
         run: device, precision, flags and folder; if it resumes, the engine starts at its checkpoint's position.
-        model: is moved to the device and made ready to train.
+        model: is moved to the device and made ready to train, over several devices if there are.
         loader: the training rows.
 
     Attributes:
@@ -40,15 +41,12 @@ class Engine:
     def __init__(self, run: Run, model: nn.Module, loader: BatchLoader) -> None:
         self.run, self.device, self.loader = run, run.device, loader
         self.args, self.autocast = run.args, run.autocast
-        args, self.model = run.args, run.place(model)
-        if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters() if p.requires_grad):
-            warn_once("trainable parameters are not fp32: updates smaller than their rounding are lost; load in fp32")
+        args = run.args
         epochs = math.ceil(args.num_train_epochs * loader.windows_per_epoch)
         self.total_steps = args.max_steps if args.max_steps > 0 else max(epochs, 1)
-        self.optimizer = optimizers.create_optimizer(model, args, run.gaudi_config, self.device)
-        self.schedule = optimizers.create_schedule(self.optimizer, args, self.total_steps)
-        self.clipper = optimizers.Clipper(model, args.max_grad_norm, run.gaudi_config, self.device)
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.strategy = run.train(model, self.total_steps)
+        self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
+        self.schedule = self.strategy.schedule or optimizers.create_schedule(self.optimizer, args, self.total_steps)
         run.ledger.declare("train", len(loader.buckets))
         self.throughput = run.meter()
         self.flops = FlopsByShape(args.gradient_checkpointing or self.device.has_step_boundaries)
@@ -59,19 +57,25 @@ class Engine:
         self.grad_norm, self.targets = self.loss_sum.clone(), 0
         if run.resume_from:
             self._load(run.resume_from)
-            checkpoint.set_aside(run.output_dir, self.step_count)
-        elif args.overwrite_output_dir:
-            results.clear_output_dir(run.output_dir)
         self.first_step = self.step_count
+        distributed.together(self._make_room)
         say(banner(self.describe()))
         self.profiler = profiler(args, self.device, run.output_dir)
         self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
         self.tracker.store_init_configuration(results.describe_run(args)["arguments"])
 
+    def _make_room(self) -> None:
+        """Put away what another branch or an earlier run left in the folder: now that this one is sure to start."""
+        if is_main_process() and self.run.resume_from:
+            checkpoint.set_aside(self.run.output_dir, self.step_count)
+        elif is_main_process() and self.args.overwrite_output_dir:
+            results.clear_output_dir(self.run.output_dir)
+
     def describe(self) -> dict[str, Any]:
         """The start banner's lines: what will run, in numbers that a change of devices would change."""
         args, world = self.args, distributed.world_size()
         batch, windows = (args.per_device_train_batch_size, args.gradient_accumulation_steps, world), self.loader
+        weights = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
         rate = f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type}"
         return {
             "device": f"{self.device.name} x {world}",
@@ -81,7 +85,7 @@ class Engine:
             "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
             "optimiser steps": f"{self.total_steps} ({windows.windows_per_epoch} an epoch)",
             "optimiser": f"{type(self.optimizer).__name__}, {rate}",
-            "parameters": f"{sum(p.numel() for p in self.model.parameters() if p.requires_grad):,}",
+            "parameters": f"{weights:,}",
             "output folder": self.run.output_dir,
             "resumed from": f"{self.run.resume_from} at step {self.step_count}" if self.run.resume_from else None,
         }
@@ -107,13 +111,14 @@ class Engine:
         if args.compile_from_sec_iteration and self.device.mode == "compile":
             torch.compiler.set_stance("force_eager" if self.step_count == 0 else "default")
         countable = self.device.mode != "compile" and not args.use_hpu_graphs_for_training
-        for batch in window.batches:
+        for number, batch in enumerate(window.batches if window.targets else (), start=1):
             batch = self.device.move(batch, args.non_blocking_data_copy)
             shape, new = self.run.ledger.see("train", batch)
             if new:
                 self.throughput.edge()
             self._cold |= new
-            with self.flops.counting(shape) if new and countable else nullcontext():
+            counting = self.flops.counting(shape) if new and countable else nullcontext()
+            with self.strategy.micro_batch(last=number == len(window.batches)), counting:
                 yield batch
             if self.profiler:
                 self.profiler.step()
@@ -125,24 +130,26 @@ class Engine:
         if self.args.pipelining_fwd_bwd:
             self.device.step_boundary()
         self.flops.forward_ends()
-        (loss_sum * self._scale).backward()
+        self.strategy.backward(loss_sum * self._scale)
         self.loss_sum += loss_sum.detach()
         self.device.step_boundary()
 
     def step(self, window: Window) -> None:
         """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size."""
         if window.targets:
-            self.grad_norm = self.clipper.clip()
-            self.optimizer.step()
+            self.grad_norm = self.strategy.step()
+            self.strategy.clear()
         else:
             warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
-        self.schedule.step()
-        # Recorded graphs write into the same gradients again, so those must stay where they are.
-        self.model.zero_grad(set_to_none=not self.args.use_hpu_graphs_for_training)
+        if not (window.targets and self.strategy.schedule):
+            self.schedule.step()
         self.device.step_boundary()
         self.step_count += 1
         self.targets += window.targets
-        self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=self._flops)
+        flops = self._flops and self._flops * distributed.world_size()  # all ranks do equal work
+        self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=flops)
+        if self.step_count - self.first_step <= FIRST_STEPS and distributed.world_size() > 1:
+            self.loss_so_far()
         self.tracker.advance(self.step_count)
 
     def due(self, what: str) -> bool:
@@ -160,7 +167,7 @@ class Engine:
     def log(self) -> None:
         """Write one record: loss per token since the last, learning rate, norm before clipping, memory, throughput."""
         with self.throughput.excluded("log"):
-            norm, limit, loss = float(self.grad_norm), self.args.max_grad_norm, float(self.loss_sum)
+            norm, limit, loss = float(self.grad_norm), self.args.max_grad_norm, self.loss_so_far()
             values = {
                 "loss": loss / max(self.targets, 1),
                 "learning_rate": self.schedule.get_last_lr()[0],
@@ -170,7 +177,6 @@ class Engine:
                 "samples_per_second": self.throughput.recent_rate(),
                 **self.run.memory.record(),
             }
-            self._require_finite(loss)
             self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + self.targets}
             self.loss_sum.zero_()
             self.targets = 0
@@ -178,10 +184,20 @@ class Engine:
             shown = {key: values[key] for key in ("loss", "learning_rate", "samples_per_second")}
             self.tracker.advance(self.step_count, **shown, memory=values["memory_allocated (GB)"])
 
-    def _require_finite(self, loss: float) -> None:
+    def loss_so_far(self) -> float:
+        """Sum of the token losses since the last record, over all ranks.
+
+        Raises:
+            UserError: it is not finite, on any rank; all ranks raise it.
+        """
+        loss = distributed.sum_over_ranks([float(self.loss_sum)])[0]
         if not math.isfinite(loss):
             advice = "lower --learning_rate or set --max_grad_norm, and go on with --resume_from_checkpoint auto"
-            raise UserError(f"the loss became {loss} before step {self.step_count}; nothing was saved since; {advice}")
+            how = self.run.description()
+            raise UserError(
+                f"the loss became {loss} before step {self.step_count} ({how}); nothing was saved; {advice}"
+            )
+        return loss
 
     def evaluate(self, evaluation: Callable[[], dict[str, Any]]) -> None:
         """Evaluate during training, outside the measured time; log it, and remember the step if it is the best."""
@@ -206,7 +222,7 @@ class Engine:
             self.model.eval()
             return {}
         metrics = {
-            "train_loss": (self.total["loss"] + float(self.loss_sum)) / max(targets, 1),
+            "train_loss": (self.total["loss"] + self.loss_so_far()) / max(targets, 1),
             "epoch": self.epoch + self.position / self.loader.windows_per_epoch,
             "train_steps": self.step_count,
             **self.throughput.metrics("train"),
@@ -214,7 +230,7 @@ class Engine:
         if self.args.load_best_model_at_end and self.best:
             best = self.run.output_dir / f"checkpoint-{self.best['step']}"
             if best.is_dir():
-                checkpoint.load_model(self.model, best)
+                state.load_model(self.run.model, best, self.strategy.put)
                 say(f"the weights are those of {best}: {self.best['metric']} {self.best['value']:.4f}")
             else:
                 warn_once(f"--load_best_model_at_end: step {self.best['step']} was the best, but was not saved")
@@ -224,30 +240,34 @@ class Engine:
     def save(self, *companions: Any) -> None:
         """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
         folder = self.run.output_dir
-        self._require_finite(float(self.loss_sum))
+        self.loss_so_far()
         with self.throughput.excluded("save"), self.run.memory.phase("save"):
-            checkpoint.save(folder, self.step_count, lambda folder: self._write(folder, companions))
+            checkpoint.save(folder, self.step_count, lambda main, folder: self._write(main, folder, companions))
             best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
-            checkpoint.prune(folder, self.args.save_total_limit, best)
+            if is_main_process():
+                checkpoint.prune(folder, self.args.save_total_limit, best)
 
-    def _write(self, folder: Path, companions: tuple[Any, ...]) -> None:
-        self.run.save_model(folder, *companions)
-        state = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
-        state["since_record"] = {"loss": float(self.loss_sum), "targets": self.targets}
-        checkpoint.save_training(folder, self.optimizer, self.names, self.schedule, self.device, state)
+    def _write(self, main: checkpoint.OnMain, folder: Path, companions: tuple[Any, ...]) -> None:
+        self.run.write_model(main, folder, *companions)
+        progress = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
+        progress["since_record"] = {"loss": self.loss_so_far(), "targets": self.targets}
+        own = float(self.loss_sum)
+        state.save_training(folder, self.strategy, self.schedule, self.device, progress, own, main)
 
     def _load(self, folder: Path) -> None:
-        checkpoint.load_model(self.model, folder)
-        state = checkpoint.load_training(folder, self.optimizer, self.names, self.schedule, self.device)
-        differing = sorted(key for key, value in self.loader.order().items() if state["order"].get(key) != value)
+        state.load_model(self.run.model, folder, self.strategy.put)
+        saved, own = state.load_training(folder, self.strategy, self.schedule, self.device)
+        differing = sorted(key for key, value in self.loader.order().items() if saved["order"].get(key) != value)
         if differing and not self.args.ignore_data_skip:
             raise UserError(
                 f"{folder} was made with other {', '.join(differing)}, so its position in the data means other rows;"
                 " resume with the same data and batch, or pass --ignore_data_skip to go to an epoch's beginning"
             )
         for name in PROGRESS:
-            setattr(self, name, state[name])
+            setattr(self, name, saved[name])
         if self.args.ignore_data_skip:
             self.epoch, self.position = self.epoch + (self.position == self.loader.windows_per_epoch), 0
-        self.loss_sum.fill_(state["since_record"]["loss"])
-        self.targets = state["since_record"]["targets"]
+        at, loss = distributed.rank(), saved["since_record"]["loss"]
+        same = len(own) == distributed.world_size()
+        self.loss_sum.fill_(own[at] if same else loss if at == 0 else 0.0)
+        self.targets = saved["since_record"]["targets"]

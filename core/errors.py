@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,14 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        print(
-            "interrupted; --resume_from_checkpoint auto goes on from the last checkpoint", file=sys.stderr, flush=True
-        )
+        _tell("interrupted; --resume_from_checkpoint auto goes on from the last checkpoint")
         sys.exit(130)
+
+
+def _tell(message: str) -> None:
+    if not is_main_process():
+        time.sleep(3)  # what all ranks have to say is said by rank 0, at whose end a launcher ends the others
+    print(message, file=sys.stderr, flush=True)

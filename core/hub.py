@@ -130,6 +130,31 @@ def load_splits(args: Namespace, files: dict[str, str | None]) -> dict[str, Any]
     return splits
 
 
+def map_rows(rows: Any, encode: Any, args: Namespace) -> Any:
+    """``rows.map(encode)`` in batches, in place of all columns; once per machine, where the rows are in files.
+
+    The first of a machine's processes works, the others find its file in the cache. No collective waits meanwhile, so
+    it may take as long as it takes.
+
+    Args:
+        rows: ``datasets.Dataset``.
+        encode: from a batch of columns to one of new columns; what it refers to is part of the cache's key.
+        args: with ``preprocessing_num_workers`` and ``overwrite_cache``.
+    """
+    from core.distributed import local_rank, once_per_machine
+
+    anew = args.overwrite_cache and local_rank() == 0
+    with once_per_machine() if rows.cache_files else contextlib.nullcontext():
+        return rows.map(
+            encode,
+            batched=True,
+            remove_columns=rows.column_names,
+            num_proc=args.preprocessing_num_workers,
+            load_from_cache_file=not anew,
+            desc="tokenize",
+        )
+
+
 def fit(model: Any, tokenizer: Any, longest: int) -> None:
     """Make a model of transformers and its tokenizer fit: embeddings for every token, padding, enough positions.
 
@@ -138,7 +163,7 @@ def fit(model: Any, tokenizer: Any, longest: int) -> None:
     """
     if tokenizer.pad_token_id is None:
         raise UserError("the tokenizer has no padding token; name one that has, with --tokenizer_name")
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # not the weight's shape, which ZeRO-3 takes away
         model.resize_token_embeddings(len(tokenizer))
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and longest > positions:

@@ -124,14 +124,19 @@ def known_ops() -> set[str]:
     return BRIDGE_OPS | names | {name.partition(".")[0] for name in names}
 
 
-def resolve_precision(args: Namespace, gaudi_config: GaudiConfig, device: Device) -> Precision:
-    """Decide autocast from ``--bf16``, the Gaudi configuration and ``--half_precision_backend``."""
+def resolve_precision(args: Namespace, gaudi_config: GaudiConfig, device: Device, deepspeed: bool = False) -> Precision:
+    """Decide autocast from ``--bf16``, the Gaudi configuration and ``--half_precision_backend``.
+
+    DeepSpeed does without: it keeps the parameters in bf16 itself, and fp32 ones for the optimiser.
+    """
     if not (args.bf16 or gaudi_config.use_torch_autocast):
         if args.half_precision_backend != "auto":
             warn_once(f"--half_precision_backend {args.half_precision_backend} has no effect without --bf16")
         return Precision(False, device.kind, "fp32")
     if not args.bf16:
         warn_once("the Gaudi configuration's use_torch_autocast switches bf16 autocast on although --bf16 is not given")
+    if deepspeed:
+        return Precision(False, device.kind, "bf16 (DeepSpeed's parameters, its optimiser has them in fp32)")
     wanted = {"auto": device.kind, "hpu_amp": "hpu", "cpu_amp": "cpu"}[args.half_precision_backend]
     if wanted not in (device.kind, "cpu"):
         warn_once(f"--half_precision_backend {args.half_precision_backend}: there is none; it acts on {device.kind}")

@@ -108,15 +108,13 @@ def create_optimizer(
     """Build the optimiser of ``--optim`` over the model's trainable parameters.
 
     AdamW and LAMB take Habana's fused kernels on a Gaudi, AdamW torch's fused kernel elsewhere, if the Gaudi
-    configuration says ``use_fused_adam`` (or ``--optim adamw_torch_fused``). Epsilon, betas and decay are always
-    passed: the implementations' own defaults differ.
+    configuration says ``use_fused_adam`` (or ``--optim adamw_torch_fused``); none under DeepSpeed. Epsilon, betas and
+    decay are always passed: the implementations' own defaults differ.
 
     Raises:
-        UserError: fused AdamW is asked for together with DeepSpeed, or an option does not exist.
+        UserError: an option does not exist.
     """
-    fused = gaudi_config.use_fused_adam or args.optim == "adamw_torch_fused"
-    if fused and args.deepspeed:
-        raise UserError("use_fused_adam and --deepspeed do not work together; set use_fused_adam to false")
+    fused = (gaudi_config.use_fused_adam or args.optim == "adamw_torch_fused") and not args.deepspeed
     if gaudi_config.use_fused_adam and not args.optim.startswith("adamw"):
         warn_once(f"the Gaudi configuration's use_fused_adam has no effect with --optim {args.optim}")
     groups = parameter_groups(model, args.weight_decay)
@@ -248,10 +246,7 @@ def load_named_state(
         UserError: the state belongs to another family, or parameters of one group of a kernel that counts steps per
             group have different counts (the conversion would change their bias correction).
     """
-    if saved_family != family(optimizer):
-        raise UserError(
-            f"the checkpoint has a state of {saved_family}, --optim is {family(optimizer)}; resume with the same"
-        )
+    require_family(optimizer, saved_family)
     by_parameter: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in named.items():
         parameter, _, key = name.rpartition("/")
@@ -275,6 +270,12 @@ def load_named_state(
             )
         if steps:
             group["step"] = steps.pop()
+
+
+def require_family(optimizer: torch.optim.Optimizer, saved: str) -> None:
+    """Raise a `UserError` unless ``saved`` is the optimiser's own `family`."""
+    if saved != family(optimizer):
+        raise UserError(f"the checkpoint has a state of {saved}, --optim is {family(optimizer)}; resume with the same")
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:

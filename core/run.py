@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from core import checkpoint, distributed, graphs, optimizers, results
+from core import checkpoint, deepspeed_config, distributed, graphs, optimizers, results, state, strategies
 from core.data import Batch, BatchLoader
 from core.device import select_device
-from core.errors import UserError, say, warn_once
+from core.errors import UserError, is_main_process, say, warn_once
 from core.gaudi_config import GaudiConfig
 from core.memory import MemoryTracker
 from core.mixed_precision import effective_op_lists, resolve_precision
+from core.strategies import Replicated
 from core.throughput import Throughput
 from core.tracking import banner, tracker_names
+from core.zero import Zero, announce
 
 
 class Run:
@@ -45,17 +47,18 @@ class Run:
     """
 
     def __init__(self, args: Namespace, gaudi_config: GaudiConfig, name: str) -> None:
-        distributed.require_single_process()
         disable_progress_bar()  # transformers' own; one bar, the run's, is enough
         if args.disable_tqdm:
             os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later
-        if args.deepspeed:
-            raise UserError("--deepspeed: this release trains on one device, without DeepSpeed; leave it out")
         self.args, self.gaudi_config = args, gaudi_config
         self.device = select_device(args, args.execution_mode)
         self.device.check_mode()
+        # Before the first tensor on it: which card a Gaudi's process gets follows from its rank.
+        distributed.start(self.device, args.ddp_timeout, always=bool(args.deepspeed))
         graphs.check(args, self.device)
-        self.precision = resolve_precision(args, gaudi_config, self.device)
+        strategies.check(args)
+        self.deepspeed = self._deepspeed_config()
+        self.precision = resolve_precision(args, gaudi_config, self.device, bool(self.deepspeed))
         self.autocast = self.precision.autocast
         self.op_lists = effective_op_lists(gaudi_config, self.device)
         for key, ops in self.op_lists.items():
@@ -70,20 +73,64 @@ class Run:
             raise UserError(
                 "--load_best_model_at_end needs one --eval_strategy and --save_strategy, saving where it evaluates"
             )
-        if args.do_train:  # on one weight, so that a wrong option is said before a model of hours is loaded
+        if args.do_train and not self.deepspeed:
+            # On one weight, so that a wrong option is said before a model of hours is loaded.
             weight = nn.Linear(1, 1).to(self.device.torch_device)
             optimizer = optimizers.create_optimizer(weight, args, gaudi_config, self.device)
             optimizers.create_schedule(optimizer, args, total_steps=1)
-        self.output_dir = results.claim_output_dir(args, name)
-        self.resume_from = checkpoint.find(args.resume_from_checkpoint, self.output_dir) if args.do_train else None
-        random.seed(args.seed)
-        np.random.seed(args.seed)
-        self.device.manual_seed(args.seed)
+        if self.deepspeed and self.deepspeed["zero_optimization"]["stage"] == 3:
+            self._announced = announce(self.device, self.deepspeed)
+        args.output_dir = distributed.on_main(lambda: str(results.claim_output_dir(args, name)))
+        self.output_dir, asked = Path(args.output_dir), args.resume_from_checkpoint if args.do_train else None
+        found = distributed.on_main(lambda: str(checkpoint.find(asked, self.output_dir) or ""))
+        self.resume_from = Path(found) if found else None
+        self.seed(args.seed)
         self.device.set_dynamic_shapes(gaudi_config.use_dynamic_shapes)
         self.memory, self.ledger = MemoryTracker(self.device), graphs.ShapeLedger()
         self.metrics: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
         self._inference_model: nn.Module | None = None
+        self._strategy: Replicated | Zero | None = None
+
+    def _deepspeed_config(self) -> dict[str, Any] | None:
+        """Load and check what ``--deepspeed`` names; None where it would do nothing."""
+        args = self.args
+        if not args.deepspeed:
+            return None
+        config = deepspeed_config.load(args.deepspeed)
+        if "zero_optimization" not in config:
+            raise UserError(
+                f"--deepspeed {args.deepspeed}: it has no zero_optimization block; DDP needs no --deepspeed"
+            )
+        config = deepspeed_config.resolve(config, args, distributed.world_size(), gaudi_config=self.gaudi_config)
+        if config["bf16"]["enabled"] and not args.bf16:
+            say("bf16: as the DeepSpeed configuration says, although --bf16 is not given")
+            args.bf16 = True
+        stage = config["zero_optimization"]["stage"]
+        if not args.do_train and stage < 3:
+            say(f"--deepspeed: ZeRO stage {stage} shards what training needs; evaluation alone has nothing to shard")
+            return None
+        return config
+
+    def seed(self, seed: int) -> None:
+        """Seed every random generator of this process."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self.device.manual_seed(seed)
+
+    def train(self, model: nn.Module, total_steps: int) -> Replicated | Zero:
+        """Place a model, and return what trains it over the devices that there are."""
+        args, half = self.args, (torch.bfloat16, torch.float16)
+        if not self.deepspeed and any(p.dtype in half for p in model.parameters() if p.requires_grad):
+            warn_once("trainable parameters are not fp32: updates smaller than their rounding are lost; load in fp32")
+        model = self.place(model)
+        if self.deepspeed:
+            self._strategy = Zero(model, args, self.gaudi_config, self.device, self.deepspeed, total_steps)
+        else:
+            self._strategy = Replicated(model, args, self.gaudi_config, self.device)
+        if distributed.rank():  # the weights were drawn alike; dropout masks are each rank's own
+            self.seed(args.seed + distributed.rank())
+        return self._strategy
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device in the dtype, and with the graphs, that the flags ask for."""
@@ -94,15 +141,19 @@ class Run:
             warn_once("--bf16_full_eval has no effect beside --do_train: the parameters must stay fp32")
         elif args.bf16_full_eval:
             model.to(torch.bfloat16)
-        self.model = model.to(self.device.torch_device)
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()  # moving to a device may have made copies
+        self.model = model
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # else it was built in its place
+            model.to(self.device.torch_device)
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()  # moving to a device may have made copies
+        if self.deepspeed and not args.do_train:
+            self._strategy = Zero(model, args, self.gaudi_config, self.device, self.deepspeed)
         graphs.apply_mode(self.model, args, self.device)
         return self.model.train(args.do_train)
 
     def meter(self) -> Throughput:
         """A new meter of time for this run's device and precision."""
-        precision = "bf16" if self.precision.enabled else "fp32"
+        precision = self.precision.name[:4]
         return Throughput(self.device, self.args.throughput_warmup_steps, distributed.world_size(), precision=precision)
 
     def inference_model(self) -> nn.Module:
@@ -116,7 +167,7 @@ class Run:
     def evaluate(
         self, loader: BatchLoader, forward: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]], phase: str
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Run ``forward`` over a whole data set: every row counts once, at any batch size.
+        """Run ``forward`` over a whole data set: every row counts once, at any batch size and on any number of ranks.
 
         Args:
             loader: the data set, in order or not.
@@ -124,9 +175,10 @@ class Run:
             phase: ``eval`` or ``predict``; prefix of the metrics.
 
         Returns:
-            Metrics (loss per token, speed), and the rows' outputs on the host, in the order of the data set.
+            Metrics (loss per token, speed), and the rows' outputs on the host, in the order of the data set, on all
+            ranks alike.
         """
-        meter, training, outputs, losses, targets = self.meter(), self.model.training, {}, [], 0
+        meter, training, ids, outputs, losses, targets = self.meter(), self.model.training, [], [], [], 0
         self.ledger.declare(phase, len(loader.buckets))
         with self.memory.phase(phase), torch.no_grad():
             self.model.eval()
@@ -142,20 +194,34 @@ class Run:
                 losses.append(loss_sum)
                 targets += window.targets
                 if rows is not None:
-                    outputs.update(zip(window.row_ids, rows.cpu(), strict=False))  # filler comes last and has no id
+                    ids += window.row_ids
+                    outputs.append(rows[: len(window.row_ids)].cpu())  # filler comes last
                 meter.step(window.rows, window.tokens, cold=new)
             total = torch.stack(losses).double().sum().item() if losses else 0.0
-            total, targets = distributed.sum_over_ranks([total, targets])
+            total = distributed.sum_over_ranks([total])[0]
             self.model.train(training)
         metrics = {f"{phase}_loss": total / targets if targets else math.nan, **meter.metrics(phase)}
-        return metrics, [outputs[row] for row in sorted(outputs)]
+        if not outputs:
+            return metrics, []
+        order = torch.cat(distributed.gather_rows(torch.tensor(ids, dtype=torch.int64))).argsort()
+        return metrics, list(torch.cat(distributed.gather_rows(torch.cat(outputs)))[order])
 
     def save_model(self, folder: Path, *companions: Any) -> None:
-        """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor)."""
-        checkpoint.save_model(self.model, folder)
-        self.gaudi_config.save_pretrained(folder)
-        for companion in companions:
-            companion.save_pretrained(folder)
+        """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor).
+
+        Raises:
+            UserError: a file cannot be written; all ranks raise it.
+        """
+        main = checkpoint.OnMain()
+        self.write_model(main, folder, *companions)
+        main.agree(f"{folder}: the model cannot be written: {{}}")
+
+    def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any) -> None:
+        """The same through ``main``, which tells of a failure later. All ranks call it."""
+        weights = self._strategy.weights() if self._strategy else None
+        main(state.save_model, self.model, folder, weights)
+        for companion in (self.gaudi_config, *companions):
+            main(companion.save_pretrained, folder)
 
     def report(self, split: str, metrics: dict[str, Any], texts: Sequence[str] = ()) -> None:
         """Print a split's metrics and write them to ``<split>_results.json`` and ``all_results.json`` at once.
@@ -165,7 +231,7 @@ class Run:
         if not metrics:
             return  # what an earlier process measured stays
         self.metrics |= metrics
-        if texts and split == "predict":
+        if texts and split == "predict" and is_main_process():
             lines = "".join(" ".join(text.split()) + "\n" for text in texts)
             (self.output_dir / "generated_predictions.txt").write_text(lines, encoding="utf-8")
         facts = {"name": self.device.name, "execution_mode": self.device.mode, "precision": self.precision.name}
@@ -185,4 +251,15 @@ class Run:
         for line in results.compare_with_published(self.args.run_file["published"], self.metrics, self._facts):
             say(line)
         say(f"\nall results: {self.output_dir / 'all_results.json'}")
+        if self._strategy:
+            self._strategy.close()
+        if not self.deepspeed:  # which keeps groups of this one, and needs them if this process trains again
+            distributed.stop()
         return self.metrics
+
+    def description(self) -> str:
+        """How this run executes, in a few words."""
+        how = f"--deepspeed {self.args.deepspeed}" if self.deepspeed else self.args.distribution_strategy
+        several = f", {how}" if self.deepspeed or distributed.world_size() > 1 else ""
+        several += ", graphs for training" if self.args.use_hpu_graphs_for_training else ""
+        return f"{distributed.world_size()} x {self.device.name}, {self.device.mode}, {self.precision.name}{several}"

@@ -213,20 +213,23 @@ def write_splits(rows: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> di
     Returns:
         The rows of ``train``, ``validation`` and ``test``.
     """
-    from core.errors import say  # here, because this file also runs as a script
+    from core.errors import is_main_process, say  # here, because this file also runs as a script
 
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
     for key, row in rows:
         splits[stable_split(key)].append(row)
-    folder.mkdir(parents=True, exist_ok=True)
-    sums = ""
+    main, sums = is_main_process(), ""
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
     for split, kept in splits.items():
         random.Random(0).shuffle(kept)
         content = "".join(json.dumps(row) + "\n" for row in kept).encode()
-        (folder / f"{split}.jsonl").write_bytes(content)
+        if main:
+            (folder / f"{split}.jsonl").write_bytes(content)
         sums += f"{sha256(content).hexdigest()}  {split}.jsonl\n"
         say(f"data: {len(kept):,} {split} rows, sha256 {sums.splitlines()[-1][:16]}")
-    (folder / "sha256.txt").write_text(sums, encoding="utf-8")
+    if main:
+        (folder / "sha256.txt").write_text(sums, encoding="utf-8")
     return splits
 
 

@@ -15,23 +15,31 @@ from tests.conftest import REPOSITORY, load_recipe
 
 LEVELS = [
     {"errors"},
-    {"arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "hub"},
-    {"distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention"},
-    {"data", "checkpoint"},
+    {
+        "arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "lines", "preflight",
+    },
+    {
+        "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
+        "processes", "gradients", "hub",
+    },
+    {"data", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
     {"run"},
     {"engine"},
-]
+]  # fmt: skip
 # Within a level these build on each other, in this direction only.
-WITHIN = {("hub", "arguments"), ("deepspeed_config", "gaudi_config")}
+WITHIN = {
+    ("hub", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"), ("export", "checkpoint"),
+    ("export", "state"), ("distributed", "gradients"),
+}  # fmt: skip
 BANNERS = ["Bootstrap and imports", "Arguments", "Data", "Model", "Task functions", "Train", "Evaluate", "Main"]
 TOP = {
     ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "benchmarks", "core",
-    "deepspeed_configs", "gaudi_configs", "hpu_simulator", "pyproject.toml", "recipes", "requirements-dev.txt",
-    "requirements-gaudi.txt", "requirements.txt", "tests",
+    "deepspeed_configs", "gaudi_configs", "gaudi_spawn.py", "hpu_simulator", "pyproject.toml", "recipes",
+    "requirements-dev.txt", "requirements-gaudi.txt", "requirements.txt", "tests",
 }  # fmt: skip
 CORE = sorted((REPOSITORY / "core").glob("*.py"))
 RECIPES = sorted((REPOSITORY / "recipes").glob("*/run.py"))
-SOURCES = [*CORE, *RECIPES]
+SOURCES = [*CORE, *RECIPES, REPOSITORY / "gaudi_spawn.py"]
 SIMULATOR = sorted((REPOSITORY / "hpu_simulator").rglob("*.py"))
 
 
@@ -156,11 +164,14 @@ READMES = [
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_readme_commands_parse(readme: Path) -> None:
     """Every flag of every command exists, and every file of this repository that it names is there."""
+    import gaudi_spawn
     from core.arguments import SHARED_GROUPS, StrictParser
 
-    commands = [command for command in commands_in(readme) if "gaudi_spawn.py" not in command]
+    commands = commands_in(readme)
     assert commands
     for command in commands:
+        if "gaudi_spawn.py" in command:
+            gaudi_spawn.parse(command[command.index("gaudi_spawn.py") + 1 :])
         at = next(number for number, word in enumerate(command) if word.endswith("run.py"))
         recipe = load_recipe(Path(command[at]).parent.name)
         groups = (recipe.SummarizationArguments, recipe.HubArguments, *SHARED_GROUPS)
@@ -168,6 +179,50 @@ def test_readme_commands_parse(readme: Path) -> None:
         for word in command:
             if re.match(r"(recipes|gaudi_configs|deepspeed_configs)/", word):
                 assert (REPOSITORY / word).exists(), word
+
+
+def parse_job(words: list[str]) -> None:
+    """Parse what follows a recipe's path, as the recipe does."""
+    from core.arguments import parse_arguments
+
+    at = next(number for number, word in enumerate(words) if word.endswith("run.py"))
+    recipe = load_recipe(Path(words[at]).parent.name)
+    parse_arguments(words[at + 1 :], recipe.SummarizationArguments, recipe.HubArguments, description="")
+    for word in words:
+        if re.match(r"(--deepspeed=)?(recipes|gaudi_configs|deepspeed_configs)/", word):
+            assert (REPOSITORY / word.rpartition("=")[2]).exists(), word
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("recipes/*/*.sbatch")), ids=lambda path: path.parent.name)
+def test_a_slurm_job_is_one_that_can_be_submitted(path: Path) -> None:
+    """Bash reads it, its torchrun and recipe know their flags, and devices and processes are as many."""
+    from torch.distributed.run import get_args_parser
+
+    text = path.read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    words = shlex.split(next(line for line in text.replace("\\\n", " ").splitlines() if line.startswith("srun")))
+    parse_job(words)
+    torchrun = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert f"--gres=gaudi:{torchrun.nproc_per_node}\n" in text
+    assert "--ntasks-per-node=1\n" in text
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("recipes/*/*.yaml")), ids=lambda path: path.parent.name)
+def test_a_kubernetes_job_is_one_that_can_be_applied(path: Path) -> None:
+    import yaml
+
+    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master", "Worker"]
+    assert replicas["Master"]["replicas"] == 1
+    for replica in replicas.values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator looks for it by this name
+        assert all(isinstance(word, str) for word in container["command"])
+        parse_job(container["command"])
+        assert container["resources"]["limits"]["habana.ai/gaudi"] == int(job["spec"]["nprocPerNode"])
+        assert any(name.startswith("hugepages-") for name in container["resources"]["limits"])
 
 
 def test_the_two_commands_open_the_readme() -> None:

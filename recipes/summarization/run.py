@@ -1,6 +1,7 @@
 """Summarization: fine-tune and evaluate an encoder-decoder model (T5, BART) on pairs of text and summary.
 
-One device: python recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json (others: README.md)
+One device:    python recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json
+Eight devices: python gaudi_spawn.py --world_size 8 recipes/summarization/run.py --gaudi_config gaudi_configs/t5.json
 
 Without a model and data it trains a small T5 on documented source code that every machine has. Expected: a ROUGE-1
 above those of the text's lead sentence and of the bare name, which it prints beside it.
@@ -28,7 +29,7 @@ for folder in Path(__file__).resolve().parents:  # a copy beside this folder fin
 
 from core.arguments import flag, parse_arguments
 from core.errors import UserError, exit_with_one_line, say, warn_once
-from core.hub import HubArguments, fit, load_splits, loading, model_options
+from core.hub import HubArguments, fit, load_splits, loading, map_rows, model_options
 from core.mixed_precision import prepare_environment
 
 if TYPE_CHECKING:
@@ -143,8 +144,7 @@ def tokenize(rows: Dataset, tokenizer: Any, args: Namespace, max_target: int) ->
         labels = tokenizer(text_target=batch["summary"], max_length=max_target, truncation=True)["input_ids"]
         return {"input_ids": inputs, "labels": labels}
 
-    options = {"num_proc": args.preprocessing_num_workers, "load_from_cache_file": not args.overwrite_cache}
-    return rows.map(encode, batched=True, remove_columns=rows.column_names, desc="tokenize", **options)
+    return map_rows(rows, encode, args)
 
 
 def collate(rows: list[dict], shape: tuple[int, int], pad: int, label_pad: int) -> Batch:

@@ -8,7 +8,9 @@ import random
 import pytest
 import torch
 
-from core.data import IGNORE_INDEX, BatchLoader, assign, fill, make_buckets, plan_epoch
+from core import distributed
+from core.arguments import parse_arguments
+from core.data import IGNORE_INDEX, BatchLoader, assign, fill, make_buckets, plan_epoch, require_rows, share
 from core.errors import UserError
 
 
@@ -84,6 +86,63 @@ def test_every_row_comes_once_an_epoch(batch: int, accumulation: int) -> None:
     assert sum(window.targets for window in windows) == sum(target for _, target in lengths)
     assert sum(window.tokens for window in windows) == sum(map(sum, lengths))
     assert [window.last_in_epoch for window in windows] == [False] * (len(windows) - 1) + [True]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 13, 22])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_row_comes_once_over_the_ranks_which_do_equal_work(rows: int, world: int) -> None:
+    """With one row or none for a rank, too; and the rows of a window are the same at any number of ranks."""
+    for batch, accumulation, epoch in itertools.product((1, 4, 8, 32), (1, 3), (0, 1)):
+        windows = plan_epoch([0] * rows, batch * accumulation * world, 5, epoch).windows
+        seen = []
+        for window in windows:
+            shares = [share(window, batch, rank, world) for rank in range(world)]
+            assert len({len(one) for one in shares}) == 1
+            assert 1 <= len(shares[0]) <= accumulation
+            assert all(len(part) <= batch for one in shares for part in one)
+            # Only the end is empty, so that a rank's real rows come first.
+            assert all(one == sorted(one, key=len, reverse=True) for one in shares)
+            dealt = [row for one in shares for part in one for row in part]
+            assert sorted(dealt) == sorted(window)
+            seen += dealt
+        assert sorted(seen) == list(range(rows))
+
+
+@pytest.mark.parametrize("rows", [5, 13])
+def test_a_rank_without_rows_has_filler_of_the_windows_shape(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """World 2, batch 4: of 5 rows rank 1 has one; of the last 5 of 13 too; then a third rank has none."""
+    counts = {}
+    for world in (2, 3):
+        for rank in range(world):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(distributed, "world_size", lambda world=world: world)
+            monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: values)
+            windows = list(loader_of(lengths_of(rows), 4).windows())
+            shapes = {tuple(batch["inputs"].shape) for window in windows for batch in window.batches}
+            assert {size for size, _ in shapes} == {4}
+            real = [int(batch["row_weights"].sum()) for window in windows for batch in window.batches]
+            assert sum(real) == sum(len(window.row_ids) for window in windows)
+            for window in windows:
+                for batch in window.batches:
+                    filler = batch["row_weights"] == 0
+                    assert (batch["labels"][filler] == IGNORE_INDEX).all()
+                    assert (batch["inputs"][filler] == batch["inputs"][0]).all()
+            counts[world, rank] = sum(real)
+    assert counts[2, 0] + counts[2, 1] == sum(counts[3, rank] for rank in range(3)) == rows
+    assert counts[3, 2] == (0 if rows == 5 else 4)
+
+
+def test_a_window_of_all_ranks_must_fit_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse_arguments(
+        ["--do_train", "--dataloader_drop_last", "--per_device_train_batch_size", "4"], description=""
+    )
+    require_rows(4, "train", args)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="4 rows make no optimiser step of 8 rows"):
+        require_rows(4, "train", args)
+    with pytest.raises(UserError, match="the validation split has no rows"):
+        require_rows(0, "validation", args)
 
 
 def test_only_one_window_of_an_epoch_is_short() -> None:

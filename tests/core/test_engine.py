@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from core.arguments import parse_arguments
-from core.data import IGNORE_INDEX, BatchLoader, make_buckets
+from core.data import IGNORE_INDEX
 from core.device import Device
 from core.engine import Engine
 from core.errors import UserError
@@ -18,86 +16,7 @@ from core.gaudi_config import GaudiConfig
 from core.results import claim_output_dir
 from core.run import Run
 from tests import fake_bridge
-
-LENGTHS = [(1 + (row * 5) % 8, 1 + (row * 3) % 8) for row in range(26)]
-
-
-class Model(nn.Module):
-    """Predicts each target from the mean of the inputs and the position; dropout if asked for."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(32, 8), nn.Embedding(8, 8)
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, 32)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        mask = batch["mask"].unsqueeze(-1)
-        mean = (self.embedding(batch["inputs"]) * mask).sum(1) / mask.sum(1)
-        places = self.position(torch.arange(batch["labels"].shape[1], device=mean.device))
-        return self.head(self.dropout(mean.unsqueeze(1) + places))
-
-
-def loss_sum(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
-
-
-def collate(rows: list[int], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    inputs, labels = torch.zeros(len(rows), shape[0], dtype=torch.long), torch.full((len(rows), shape[1]), IGNORE_INDEX)
-    mask = torch.zeros(len(rows), shape[0])
-    for at, row in enumerate(rows):
-        source, target = LENGTHS[row]
-        inputs[at, :source] = torch.arange(source) + row % 3
-        mask[at, :source] = 1
-        labels[at, :target] = torch.arange(target) * 2 + row % 5
-    return {"inputs": inputs, "mask": mask, "labels": labels}
-
-
-def loader_of(args, rows: int = 26, train: bool = True, batch: int | None = None, buckets: int = 3) -> BatchLoader:
-    lengths = LENGTHS[:rows]
-    shapes = make_buckets(lengths, (8, 8), buckets, multiple=2)
-    batch = batch or args.per_device_train_batch_size
-    accumulation = args.gradient_accumulation_steps if train else 1
-    return BatchLoader(list(range(rows)), collate, lengths, shapes, batch, accumulation, args.seed if train else None)
-
-
-def arguments(folder: Path, *flags: str):
-    given = ["--output_dir", str(folder), "--do_train", "--use_cpu", "--disable_tqdm", "--report_to", "none", *flags]
-    args = parse_arguments(given, description="")
-    args.execution_mode = "eager"
-    return args
-
-
-def run(
-    folder: Path, *flags: str, dropout: float = 0.0, rows: int = 26, model: Model | None = None, stop: int | None = None
-):
-    """Train as a recipe does; returns the engine, the model, and per step (row ids, learning rate, loss)."""
-    args = arguments(folder, *flags)
-    whole = Run(args, GaudiConfig(), "toy")
-    model = model or Model(dropout)
-    engine = Engine(whole, model, loader_of(args, rows))
-    steps = []
-    for window in engine.windows():
-        step_loss = 0.0
-        for batch in engine.micro_batches(window):
-            with engine.autocast():
-                loss = loss_sum(model, batch)
-            engine.backward(loss)
-            step_loss += loss.item()
-        rate = engine.schedule.get_last_lr()[0]
-        engine.step(window)
-        steps.append((sorted(window.row_ids), rate, step_loss / window.targets))
-        if engine.due("log"):
-            engine.log()
-        if engine.due("save"):
-            engine.save()
-        if engine.step_count == stop:
-            break
-    return engine, model, steps
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+from tests.core.toy import LENGTHS, Model, arguments, collate, loader_of, loss_sum, run, weights
 
 
 @pytest.mark.parametrize("optimizer", [["--optim", "sgd", "--learning_rate", "1"], ["--learning_rate", "0.01"]])

@@ -289,10 +289,10 @@ def test_parse_optim_args_values():
 
 
 @pytest.mark.parametrize("argv", [("--optim", "adamw_torch_fused"), ()])
-def test_fused_adam_and_deepspeed_exclude_each_other(argv):
-    config = PLAIN if argv else FUSED
-    with pytest.raises(UserError, match="use_fused_adam and --deepspeed"):
-        create_optimizer(Small(), flags("--deepspeed", "zero1.json", *argv), config, cpu())
+def test_fused_adam_gives_way_to_deepspeed(argv):
+    made = create_optimizer(Small(), flags("--deepspeed", "zero1.json", *argv), PLAIN if argv else FUSED, cpu())
+    assert type(made) is torch.optim.AdamW
+    assert not made.defaults["fused"]
 
 
 def test_fused_adam_beside_another_optimiser_is_said(caplog):

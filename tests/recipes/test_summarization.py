@@ -317,7 +317,8 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "two sources": (["--dataset_name", "cnn_dailymail"], "exclude each other"),
         "schedule": (["--lr_scheduler_type", "lineal"], "--lr_scheduler_type.*did you mean 'linear'"),
         "tracker": (["--report_to", "tensorbord"], "--report_to.*tensorboard"),
-        "devices": (["--deepspeed", "zero2"], "--deepspeed"),
+        "devices": (["--deepspeed", "zero2", "--distribution_strategy", "fast_ddp"], "--deepspeed.*fast_ddp.*give one"),
+        "sharding": (["--deepspeed", "zero4"], "--deepspeed: no configuration 'zero4'.*zero2"),
         "one column": (["--summary_column", "text"], "--text_column.*no column 'text' of its own"),
         "length": (["--max_source_length", "0"], "--max_source_length must be at least 1"),
         "optimiser": (["--optim", "sgd", "--optim_args", "momentun=0.9"], "--optim_args.*did you mean 'momentum'"),
@@ -328,7 +329,7 @@ def broken_input(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
 @pytest.mark.parametrize("name", [
     "missing", "empty", "extension", "broken", "null", "column", "config key", "config name", "run file", "flag",
     "mode", "precision", "no update", "drop last", "resume", "two sources", "schedule", "tracker", "devices",
-    "optimiser", "another run", "one column", "length",
+    "optimiser", "another run", "one column", "length", "sharding",
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(
     summarization: ModuleType, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -1,0 +1,70 @@
+"""Plain safetensors from a checkpoint, to use or to publish: python -m core.export CHECKPOINT FOLDER [--dtype bf16]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from core import checkpoint
+from core.errors import UserError, exit_with_one_line, read_json_object, say
+
+# What only goes on with training needs. Everything else is the model: weights, configuration, tokenizer, processor.
+TRAINING = ("checkpoint.json", "state.json", "rank-*.json", "rng.safetensors", "optimizer*.safetensors")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
+    """Write a checkpoint's model, of any strategy and number of devices, as ``from_pretrained`` loads it.
+
+    Args:
+        source: a checkpoint folder, whose checksums are verified.
+        folder: made; must not hold anything.
+        dtype: ``fp32``, as it was trained, or ``bf16``, half the size.
+
+    Raises:
+        UserError: the checkpoint is incomplete or altered, or DeepSpeed's own; or the folder is taken or not writable.
+    """
+    if any(source.glob("*zero_pp_rank_*")) or any(source.glob("global_step*")):
+        raise UserError(
+            f"{source} is DeepSpeed's own checkpoint, pickles, which nothing here opens; its zero_to_fp32.py converts"
+        )
+    if reason := checkpoint.problem(source):
+        raise UserError(f"{reason}; give a complete checkpoint folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; give another")
+    import torch
+    from huggingface_hub import save_torch_state_dict
+
+    from core.state import TensorFiles
+
+    saved = TensorFiles(*sorted(source.glob(WEIGHTS[0])))
+    wanted = getattr(torch, DTYPES[dtype])
+    weights = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in saved.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        skipped = {path for pattern in (*TRAINING, *WEIGHTS) for path in source.glob(pattern)}
+        for path in set(source.iterdir()) - skipped:
+            shutil.copy2(path, folder) if path.is_file() else shutil.copytree(path, folder / path.name)
+        save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+        if (folder / "config.json").exists():
+            config = read_json_object(folder / "config.json", "config.json") | {"dtype": DTYPES[dtype]}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+    say(f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} numbers in {dtype}: {folder}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m core.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a folder checkpoint-N")
+    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (default: fp32)")
+    args = parser.parse_args()
+    export(args.checkpoint, args.folder, args.dtype)
+
+
+if __name__ == "__main__":
+    exit_with_one_line(main)

@@ -1,0 +1,219 @@
+"""What a checkpoint holds: weights, optimiser, schedule, random generators. Nothing in it is unpickled."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from core import distributed
+from core.checkpoint import OnMain
+from core.device import Device
+from core.errors import UserError, is_main_process, read_json_object
+from core.optimizers import family
+
+FILE_BYTES = 4 * 1000**3
+
+
+def save_model(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the weights under the module's own names; storage that several names share is written once.
+
+    Models with ``save_pretrained`` write themselves, so that ``from_pretrained`` loads the folder. ``weights`` replace
+    the module's own, where it holds a share of them only.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=False)
+        if weights:  # it has written down the working dtype, which these weights do not have
+            model.config.dtype = next(iter(weights.values())).dtype
+            model.config.save_pretrained(folder)
+        return
+    tensors, seen = {}, set()
+    for name, tensor in (model.state_dict() if weights is None else weights).items():
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or key not in seen:
+            seen.add(key)
+            tensors[name] = tensor.detach().contiguous().cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_model(model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> None:
+    """Copy saved weights into ``model`` in place; names that share storage are filled by the one that was written.
+
+    Args:
+        put: sets a parameter or buffer (first) to a whole tensor, where a rank holds a share only.
+
+    Raises:
+        UserError: a weight is missing, unknown or of another shape.
+    """
+    saved, own = TensorFiles(*sorted(folder.glob("model*.safetensors"))), model.state_dict(keep_vars=True)
+    storages = {_storage(own[name]) for name in saved.keys() & own.keys()}
+    missing = [name for name, tensor in own.items() if name not in saved and _storage(tensor) not in storages]
+    unknown = sorted(saved.keys() - own.keys())
+    if missing or unknown:
+        raise UserError(f"{folder} is of another model: missing {missing[:3]}, unknown {unknown[:3]}; name that model")
+    for name in saved:
+        tensor, shape = saved[name], getattr(own[name], "ds_shape", own[name].shape)
+        if shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} there, {list(shape)} here"
+            raise UserError(f"{folder} is of another model: {name} is {shapes}; name that model")
+        (put or torch.Tensor.copy_)(own[name].detach() if put is None else own[name], tensor)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    shared_out = getattr(tensor, "ds_id", None)  # DeepSpeed's number of a parameter whose storage is elsewhere
+    return ("storage", tensor.untyped_storage().data_ptr()) if shared_out is None else ("parameter", shared_out)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write tensors to a safetensors file, each with its own storage only."""
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def save_each(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, name: str, main: OnMain) -> None:
+    """Write ``<name>.safetensors``, and ``<name>-1`` and so on once a file is full: no more is held on the host.
+
+    All ranks call it and read ``tensors`` to the end, since each may be gathered from all of them.
+    """
+    held: dict[str, torch.Tensor] = {}
+    number = size = 0
+    for key, tensor in tensors:
+        if main.failure or not is_main_process():
+            continue
+        if size + tensor.nbytes > FILE_BYTES and held:
+            main(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
+            held, size, number = {}, 0, number + 1
+        held[key] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.nbytes
+    main(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, each read when it is asked for, onto the CPU.
+
+    Raises:
+        UserError: there is no such file, or it is not readable as safetensors.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        if not paths:
+            raise UserError("the checkpoint holds no weights (model*.safetensors)")
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            with _reading(path):
+                file = safe_open(path, "pt")
+                self._files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with _reading(name):
+            return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextmanager
+def _reading(what: Any) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{what} cannot be read: {error}") from None
+
+
+def save_training(
+    folder: Path, strategy: Any, schedule: Any, device: Device, state: dict[str, Any], own: Any, main: OnMain
+) -> None:
+    """Write what training needs beside the weights: optimiser, schedule, random generators, and ``state`` as it is.
+
+    Numbers go to JSON, which gives floats back bit for bit; tensors to safetensors. All ranks call it: the optimiser's
+    state is gathered, each rank has a number of its ``own``, and random generators (``rank-<N>.json`` beyond rank 0).
+    """
+    save_each(strategy.named_state(), folder, "optimizer", main)
+    ranks = [json.loads(text) for text in distributed.gather_texts(json.dumps(_generators(device) | {"own": own}))]
+    main(save_tensors, device.rng_state(), folder / "rng.safetensors")
+    training = {"optimizer": family(strategy.optimizer), "schedule_steps": _schedule_steps(schedule)}
+    training |= {name: ranks[0][name] for name in ("python_random", "numpy_random")}
+    training["own"] = [rank.pop("own") for rank in ranks]
+    main(_write_json, folder / "state.json", {**state, "training": training})
+    for number, rank in enumerate(ranks[1:], start=1):
+        main(_write_json, folder / f"rank-{number}.json", rank)
+
+
+def _schedule_steps(schedule: Any) -> list[int]:
+    """The steps a schedule has made, and the calls of `step`. DeepSpeed's own know the last step's number alone."""
+    if hasattr(schedule, "lr_lambdas"):
+        return [schedule.last_epoch, schedule._step_count]
+    return [schedule.last_batch_iteration + 1, schedule.last_batch_iteration + 2]
+
+
+def _resume_schedule(schedule: Any, optimizer: torch.optim.Optimizer, steps: list[int]) -> None:
+    """Let a schedule go on after so many steps, with the rate of today's flags there.
+
+    A longer schedule or another peak counts from here on.
+    """
+    if not hasattr(schedule, "lr_lambdas"):
+        schedule.step(steps[0] - 1)
+        return
+    schedule.last_epoch, schedule._step_count = steps
+    rates = [
+        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    schedule._last_lr = rates
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def _generators(device: Device) -> dict[str, Any]:
+    """This rank's random generators, as JSON holds them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    states = {name: bytes(state.tolist()).hex() for name, state in device.rng_state().items()}
+    return {
+        "device_random": states,
+        "python_random": [python[0], list(python[1]), python[2]],
+        "numpy_random": [numpy[0], numpy[1].tolist(), *numpy[2:]],
+    }
+
+
+def load_training(folder: Path, strategy: Any, schedule: Any, device: Device) -> tuple[dict[str, Any], list[Any]]:
+    """Put back what `save_training` wrote; returns its ``state``, and ``own`` of each rank that there was.
+
+    A rank that was not there keeps the random generators that it has.
+
+    Raises:
+        UserError: a file cannot be read, or the optimiser is of another family.
+    """
+    state = read_json_object(folder / "state.json", "checkpoint")
+    training = state.pop("training")
+    strategy.load_named_state(TensorFiles(*sorted(folder.glob("optimizer*.safetensors"))), training["optimizer"])
+    _resume_schedule(schedule, strategy.optimizer, training["schedule_steps"])
+    at = distributed.rank()
+    file = folder / f"rank-{at}.json"
+    if at == 0:
+        tensors, mine = dict(TensorFiles(folder / "rng.safetensors")), training
+    elif file.exists():
+        mine = read_json_object(file, "checkpoint")
+        states = {name: bytes.fromhex(text) for name, text in mine["device_random"].items()}
+        tensors = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in states.items()}
+    else:
+        return state, training.get("own", [])
+    device.set_rng_state(tensors)
+    version, words, gauss = mine["python_random"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = mine["numpy_random"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    return state, training.get("own", [])

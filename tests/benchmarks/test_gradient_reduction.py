@@ -1,0 +1,31 @@
+"""The benchmark runs all variants in turn and reports their ratios to DDP."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.processes
+def test_it_measures_all_variants_and_reports_their_medians(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.gradient_reduction", "--rounds", "3", "--width", "16"]
+    done = subprocess.run([*command, "--output", str(figures)], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    base = found["seconds"]["DDP, buckets of 25 MiB"]
+    assert set(found["seconds"]) == set(found["ratios"])
+    assert len(found["seconds"]) == 7
+    for name, own in found["seconds"].items():
+        assert found["ratios"][name] == [a / b for a, b in zip(own, base, strict=True)]
+        line = next(line for line in done.stdout.splitlines() if line.startswith(name + "  "))
+        assert f" {statistics.median(found['ratios'][name]):.2f} (" in line
+        assert len(own) == 3
+        assert min(own) > 1e-4

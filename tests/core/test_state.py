@@ -1,0 +1,170 @@
+"""What a checkpoint holds: weights and state bit for bit, in files of which nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core import checkpoint, state
+from core.checkpoint import OnMain
+from core.device import Device
+from core.errors import UserError
+from core.gaudi_config import GaudiConfig
+from core.strategies import Replicated
+from tests.core import toy
+
+CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("view", torch.arange(1000.0)[:3])
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    state.save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 1000  # the view's own three numbers, not its base
+    state.load_model(other, tmp_path)
+    assert torch.equal(other.head.weight, model.embedding.weight)
+    assert other.head.weight.data_ptr() == other.embedding.weight.data_ptr()
+    with torch.no_grad():
+        other.embedding.weight.add_(1)
+    assert torch.equal(other.head.weight, other.embedding.weight)
+
+
+def test_equal_but_untied_weights_stay_apart(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].load_state_dict(model["a"].state_dict())
+    state.save_model(model, tmp_path)
+    with torch.no_grad():
+        model["a"].weight.zero_()
+    state.load_model(model, tmp_path)
+    assert torch.equal(model["a"].weight, model["b"].weight)
+    assert model["a"].weight.data_ptr() != model["b"].weight.data_ptr()
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3, bias=False)])
+def test_weights_of_another_model_are_refused(tmp_path: Path, other: nn.Module) -> None:
+    state.save_model(nn.Linear(3, 3), tmp_path)
+    with pytest.raises(UserError, match="another model"):
+        state.load_model(other, tmp_path)
+
+
+class Training:
+    """A model, the strategy of one device and a schedule, some steps on."""
+
+    def __init__(self, steps: int = 0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        args = toy.arguments(Path("unused"), "--learning_rate", "0.01")
+        self.strategy = Replicated(self.model, args, GaudiConfig(), CPU)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.strategy.optimizer, lambda step: 1 / (1 + step))
+        for _ in range(steps):
+            self.strategy.backward(self.model(torch.ones(1, 3)).square().sum())
+            self.strategy.step()
+            self.strategy.clear()
+            self.schedule.step()
+
+    def write(self, main: OnMain, folder: Path) -> None:
+        main(state.save_model, self.model, folder)
+        progress = {"step": 1, "value": 0.1 + 0.2}
+        state.save_training(folder, self.strategy, self.schedule, CPU, progress, 0.3, main)
+
+    def load(self, folder: Path) -> tuple[dict, list]:
+        state.load_model(self.model, folder, self.strategy.put)
+        return state.load_training(folder, self.strategy, self.schedule, CPU)
+
+    def all_state(self) -> dict[str, list]:
+        return {name: tensor.tolist() for name, tensor in self.strategy.named_state()}
+
+
+def test_no_file_of_a_checkpoint_needs_unpickling(tmp_path: Path) -> None:
+    """Every state file is JSON or safetensors, and reads with nothing else."""
+    first, second = Training(2), Training()
+    folder = checkpoint.save(tmp_path, 2, first.write)
+    for path in folder.iterdir():
+        assert path.suffix in (".json", ".safetensors")
+        json.loads(path.read_text()) if path.suffix == ".json" else dict(state.TensorFiles(path))
+    drawn = torch.rand(4)
+    assert second.load(folder) == ({"step": 1, "value": 0.1 + 0.2}, [0.3])
+    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(second.model.weight, first.model.weight)
+    assert second.all_state() == first.all_state() != {}
+    assert second.schedule.get_last_lr() == pytest.approx([0.01 / 3] * 2) == first.schedule.get_last_lr()
+
+
+def test_a_checkpoint_of_the_release_before_still_loads(tmp_path: Path) -> None:
+    """It has one rank's generators in state.json, and no rank's own number."""
+    first, second = Training(2), Training()
+
+    def write(main: OnMain, folder: Path) -> None:
+        first.write(main, folder)
+        content = json.loads((folder / "state.json").read_text())
+        del content["training"]["own"]
+        (folder / "state.json").write_text(json.dumps(content))
+
+    folder = checkpoint.save(tmp_path, 2, write)
+    assert json.loads((folder / checkpoint.MARKER).read_text())["format"] == 1
+    drawn = torch.rand(4)
+    assert checkpoint.find("auto", tmp_path) == folder
+    assert second.load(folder) == ({"step": 1, "value": 0.1 + 0.2}, [])
+    assert torch.equal(torch.rand(4), drawn)
+    assert second.all_state() == first.all_state()
+
+
+def test_state_beyond_one_file_goes_into_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of 40 bytes, files of 100: two in each; one tensor alone may be larger than a file."""
+    monkeypatch.setattr(state, "FILE_BYTES", 100)
+    tensors = {f"t{number}": torch.arange(10.0) + number for number in range(5)} | {"large": torch.zeros(50)}
+    main = OnMain()
+    state.save_each(tensors.items(), tmp_path, "optimizer", main)
+    main.agree()
+    paths = sorted(tmp_path.iterdir())
+    assert [path.name for path in paths] == ["optimizer-1.safetensors", "optimizer-2.safetensors",
+                                             "optimizer-3.safetensors", "optimizer.safetensors"]  # fmt: skip
+    found = state.TensorFiles(*paths)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_state_of_several_files_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "FILE_BYTES", 30)
+    first, second = Training(2), Training()
+    folder = checkpoint.save(tmp_path, 2, first.write)
+    assert len(list(folder.glob("optimizer*.safetensors"))) > 2
+    second.load(folder)
+    assert second.all_state() == first.all_state()
+
+
+def test_nothing_is_written_after_a_failure_but_all_is_read(tmp_path: Path) -> None:
+    """Ranks gather together: what is read from the others must be read by all, even if it goes nowhere."""
+    main, read = OnMain(), []
+    main((tmp_path / "absent" / "file").write_text, "")
+
+    def tensors():
+        for number in range(3):
+            read.append(number)
+            yield f"t{number}", torch.zeros(2)
+
+    state.save_each(tensors(), tmp_path, "optimizer", main)
+    assert read == [0, 1, 2]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"checkpoint: .*No such file"):
+        main.agree("checkpoint: {}")
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("not tensors")
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        state.load_model(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(UserError, match="holds no weights"):
+        state.load_model(nn.Linear(2, 2), tmp_path / "absent")
