@@ -166,3 +166,12 @@ def test_no_limit_is_no_clipping_for_deepspeed_too(tmp_path: Path, limit: str) -
     args.max_grad_norm = {"0": 0.0, "None": None}[limit]
     config = deepspeed_config.resolve(deepspeed_config.load("zero2"), args, 2, gaudi_config=GaudiConfig())
     assert config["gradient_clipping"] == 0
+
+
+@pytest.mark.processes
+def test_stage_3_builds_and_loads_models_in_shares(tmp_path: Path, tiny_t5: Path) -> None:
+    """Half of each parameter on each of two ranks, rounded up, and nothing whole, before any engine is made."""
+    for found in results(start_ranks(2, "sharded", str(tmp_path), str(tiny_t5), PYTHONWARNINGS="ignore")):
+        for held in found.values():
+            assert held["whole"] / 2 <= held["here"] < held["whole"] / 2 + 100
+            assert held["gathered"] == 0
