@@ -26,7 +26,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world_size", type=int, default=1, help="processes, one per device (default: 1)")
     parser.add_argument("--hostfile", help="several machines: lines 'host slots=N'; with one of the next two")
     parser.add_argument("--use_mpi", action="store_true", help="start the processes by mpirun, bound to cores")
-    parser.add_argument("--use_deepspeed", action="store_true", help="the script trains with --deepspeed")
+    parser.add_argument(
+        "--use_deepspeed",
+        action="store_true",
+        help="the script trains with --deepspeed; with --hostfile its launcher starts it",
+    )
     parser.add_argument("--master_port", type=int, default=DEFAULT_PORT, help="rendezvous port (default: a free one)")
     whole = {"nargs": argparse.PARSER, "metavar": "training_script"}  # one positional: a second would lose a "--"
     parser.add_argument("command", help="Python file to run on every device, and its arguments as they are", **whole)

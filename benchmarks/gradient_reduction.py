@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core.device import Device
-from core.gradients import GradientReducer
+from core.gradients import GradientReducer, synchronize_state
 
 RANKS = 2
 Step = Callable[[torch.Tensor], None]
@@ -77,7 +77,7 @@ def with_reducer(model: nn.Module, bucket_cap_mb: float, **options: object) -> S
     """The same step with a `GradientReducer`."""
     device = Device("cpu", "cpu", "eager", torch.device("cpu"))
     reducer = GradientReducer(model, device, bucket_cap_mb, **options)
-    reducer.synchronize_state()
+    synchronize_state(model)
 
     def step(rows: torch.Tensor) -> None:
         loss = model(rows).square().mean()

@@ -193,6 +193,7 @@ def prune(output_dir: Path, limit: int | None, keep: str | None = None) -> None:
     if limit is None:
         return
     steps = [(step, path) for step, path in all_steps(output_dir) if path.name != keep]
-    spare = limit - (1 if keep is not None and limit > 1 else 0)
+    newest = next((path.name for _, path in all_steps(output_dir)), None)
+    spare = limit - (1 if keep is not None and (limit > 1 or keep == newest) else 0)
     for _, path in steps[spare:]:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)

@@ -63,7 +63,7 @@ def resolve(
     if gaudi_config.use_fused_adam:
         warn_once("the Gaudi configuration's use_fused_adam does not work under DeepSpeed: torch's AdamW runs instead")
     stage = config["zero_optimization"].get("stage", 0) if "zero_optimization" in config else 1
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         problems.append(f"zero_optimization.stage is {_show(stage)}; it must be 1, 2 or 3 (DDP needs no --deepspeed)")
     if args.use_zero3_leaf_promotion and stage != 3:
         problems.append(f"--use_zero3_leaf_promotion needs zero_optimization.stage 3, not {_show(stage)}")
@@ -75,6 +75,11 @@ def resolve(
         )
     if "optimizer" in config and args.optim != "adamw_torch":
         problems.append(f"an optimizer block and --optim {args.optim} both name the optimiser; leave one out")
+    bf16, often = config.get("bf16", {}).get("enabled", "auto"), config.get("steps_per_print", "auto")
+    if bf16 != "auto" and not isinstance(bf16, bool):
+        problems.append(f'bf16.enabled is {_show(bf16)}; it must be true, false or "auto"')
+    if often != "auto" and (type(often) is not int or often < 1):
+        problems.append(f"steps_per_print is {_show(often)}; it must be an integer above 0")
     for entry in _decided_by_flags(config, args, gaudi_config, world_size, hidden_size, total_steps):
         problems += _settle(config, *entry)
     if problems:

@@ -250,9 +250,10 @@ def select_device(args: Namespace, mode: str) -> Device:
         torch.set_num_threads(args.cpu_threads)
     if args.use_habana and args.use_cpu:
         raise UserError("--use_habana and --use_cpu contradict each other; give one")
-    hpu = getattr(torch, "hpu", None)
     if not args.use_cpu and args.use_habana is not False and bridge_is_installed():
         importlib.import_module(f"{BRIDGE}.core")
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # before anything opens a card: the rank decides which one
+            importlib.import_module(f"{BRIDGE}.distributed.hccl").initialize_distributed_hpu()
         hpu = getattr(torch, "hpu", None)
         if hpu is not None and hpu.is_available():
             return Device("hpu", _gaudi_name(), mode, torch.device("hpu"), hpu)

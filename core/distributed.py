@@ -85,7 +85,7 @@ def start(device: Device, timeout_s: int, always: bool = False, reach_s: float =
     if own == "nccl":
         device.runtime.set_device(local_rank())
     if own == "hccl":
-        device.bridge("distributed.hccl").initialize_distributed_hpu()  # torch knows it then, and the rank has its card
+        device.bridge("distributed.hccl")  # makes torch know it
     store = preflight.meet(rank(), world_size(), timeout_s, reach_s) if world_size() > 1 else dist.HashStore()
     backend = f"cpu:gloo,{device.torch_device.type}:{own}" if own else "gloo"
     dist.init_process_group(
@@ -110,11 +110,6 @@ def stop() -> None:
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Sum each number over all ranks, rounded once, to float64: the same on all ranks, in any order of them."""
     return [math.fsum(one) if all(map(math.isfinite, one)) else sum(one) for one in _of_every_rank(values)]
-
-
-def max_over_ranks(values: list[float]) -> list[float]:
-    """The largest of each number over all ranks, as float64."""
-    return [max(one) for one in _of_every_rank(values)]
 
 
 def _of_every_rank(values: list[float]) -> list[list[float]]:
@@ -229,8 +224,3 @@ def once_per_machine(name: str = "prepare", folder: Path | None = None) -> Itera
     user = os.getuid() if hasattr(os, "getuid") else "user"
     with FileLock(Path(folder or tempfile.gettempdir()) / f"gaudi_recipes_{user}_{name}.lock"):
         yield
-
-
-def barrier() -> None:
-    """Wait for all ranks, over gloo: queued device work goes on."""
-    sum_over_ranks([0.0])

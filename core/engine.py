@@ -81,6 +81,7 @@ class Engine:
             "device": f"{self.device.name} x {world}",
             "execution mode": self.device.mode,
             "precision": self.run.precision.name,
+            "distribution": self.run.distribution(),
             "global batch": f"{math.prod(batch)} rows ({' x '.join(map(str, batch))})",
             "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
             "optimiser steps": f"{self.total_steps} ({windows.windows_per_epoch} an epoch)",
@@ -229,7 +230,7 @@ class Engine:
         }
         if self.args.load_best_model_at_end and self.best:
             best = self.run.output_dir / f"checkpoint-{self.best['step']}"
-            if best.is_dir():
+            if distributed.on_main(lambda: "here" if best.is_dir() else ""):
                 state.load_model(self.run.model, best, self.strategy.put)
                 say(f"the weights are those of {best}: {self.best['metric']} {self.best['value']:.4f}")
             else:
@@ -240,28 +241,33 @@ class Engine:
     def save(self, *companions: Any) -> None:
         """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
         folder = self.run.output_dir
-        self.loss_so_far()
+        loss = self.loss_so_far()
         with self.throughput.excluded("save"), self.run.memory.phase("save"):
-            checkpoint.save(folder, self.step_count, lambda main, folder: self._write(main, folder, companions))
+            checkpoint.save(folder, self.step_count, lambda main, folder: self._write(main, folder, loss, companions))
             best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
             if is_main_process():
                 checkpoint.prune(folder, self.args.save_total_limit, best)
 
-    def _write(self, main: checkpoint.OnMain, folder: Path, companions: tuple[Any, ...]) -> None:
+    def _write(self, main: checkpoint.OnMain, folder: Path, loss: float, companions: tuple[Any, ...]) -> None:
         self.run.write_model(main, folder, *companions)
         progress = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
-        progress["since_record"] = {"loss": self.loss_so_far(), "targets": self.targets}
+        progress["since_record"] = {"loss": loss, "targets": self.targets}
         own = float(self.loss_sum)
         state.save_training(folder, self.strategy, self.schedule, self.device, progress, own, main)
 
     def _load(self, folder: Path) -> None:
+        distributed.together(
+            lambda: state.TensorFiles(*folder.glob("*.safetensors"))
+        )  # on one machine it may be missing
         state.load_model(self.run.model, folder, self.strategy.put)
         saved, own = state.load_training(folder, self.strategy, self.schedule, self.device)
-        differing = sorted(key for key, value in self.loader.order().items() if saved["order"].get(key) != value)
+        then, now = saved["order"], self.loader.order()
+        differing = [f"{key} {then.get(key)}, not {now[key]}" for key in sorted(now) if then.get(key) != now[key]]
         if differing and not self.args.ignore_data_skip:
             raise UserError(
-                f"{folder} was made with other {', '.join(differing)}, so its position in the data means other rows;"
-                " resume with the same data and batch, or pass --ignore_data_skip to go to an epoch's beginning"
+                f"{folder} was made with {'; '.join(differing)}: its position in the data means other rows. Resume with"
+                " the same data and global batch (window: batch x accumulation x devices), or pass --ignore_data_skip"
+                " to go to an epoch's beginning"
             )
         for name in PROGRESS:
             setattr(self, name, saved[name])

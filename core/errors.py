@@ -126,5 +126,5 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
 
 def _tell(message: str) -> None:
     if not is_main_process():
-        time.sleep(3)  # what all ranks have to say is said by rank 0, at whose end a launcher ends the others
+        time.sleep(10)  # what all ranks have to say is said by rank 0, at whose end a launcher ends the others
     print(message, file=sys.stderr, flush=True)

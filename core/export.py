@@ -33,26 +33,33 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
         )
     if reason := checkpoint.problem(source):
         raise UserError(f"{reason}; give a complete checkpoint folder")
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{folder} is within the checkpoint {source}; give a folder elsewhere")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another")
     import torch
     from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
 
     from core.state import TensorFiles
 
     saved = TensorFiles(*sorted(source.glob(WEIGHTS[0])))
     wanted = getattr(torch, DTYPES[dtype])
     weights = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in saved.items()}
+    half = folder.with_name(f".{folder.name}.half")
+    shutil.rmtree(half, ignore_errors=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        half.mkdir(parents=True)
         skipped = {path for pattern in (*TRAINING, *WEIGHTS) for path in source.glob(pattern)}
         for path in set(source.iterdir()) - skipped:
-            shutil.copy2(path, folder) if path.is_file() else shutil.copytree(path, folder / path.name)
-        save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-        if (folder / "config.json").exists():
-            config = read_json_object(folder / "config.json", "config.json") | {"dtype": DTYPES[dtype]}
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
+            shutil.copy2(path, half) if path.is_file() else shutil.copytree(path, half / path.name)
+        save_torch_state_dict(weights, half, metadata={"format": "pt"})
+        if (half / "config.json").exists():
+            config = read_json_object(half / "config.json", "config.json") | {"dtype": DTYPES[dtype]}
+            (half / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        half.replace(folder)  # an empty folder of that name gives way
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(half, ignore_errors=True)
         raise UserError(f"{folder} cannot be written: {error}") from error
     say(f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} numbers in {dtype}: {folder}")
 

@@ -72,10 +72,6 @@ class GradientReducer:
             for number, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
 
-    def synchronize_state(self) -> None:
-        """Call `synchronize_state` for the model."""
-        synchronize_state(self._model)
-
     def arm(self) -> None:
         """Call before the last backward pass of an optimizer step: its gradients are final and may leave at once."""
         self._armed = True
@@ -157,6 +153,13 @@ def synchronize_state(model: nn.Module) -> None:
         raise UserError("the ranks built different models; give all of them the same flags, files and versions")
     for one in tensors:
         _copy_from_first(one.detach())
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, of any dtype."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for one in model.buffers():
+            _copy_from_first(one.detach())
 
 
 def all_reduce_gradients(

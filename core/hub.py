@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import threading
+import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,24 +134,25 @@ def load_splits(args: Namespace, files: dict[str, str | None]) -> dict[str, Any]
 def map_rows(rows: Any, encode: Any, args: Namespace) -> Any:
     """``rows.map(encode)`` in batches, in place of all columns; once per machine, where the rows are in files.
 
-    The first of a machine's processes works, the others find its file in the cache. No collective waits meanwhile, so
-    it may take as long as it takes.
+    The first of a machine's processes that comes works, the others find its file in the cache. No collective waits
+    meanwhile, so it may take as long as it takes. All ranks call it.
 
     Args:
         rows: ``datasets.Dataset``.
         encode: from a batch of columns to one of new columns; what it refers to is part of the cache's key.
         args: with ``preprocessing_num_workers`` and ``overwrite_cache``.
     """
-    from core.distributed import local_rank, once_per_machine
+    from core.distributed import on_main, once_per_machine
 
-    anew = args.overwrite_cache and local_rank() == 0
+    # "Anew" is another key for all ranks: a rank that came first would else go on with what was there.
+    key = on_main(lambda: uuid.uuid4().hex[:16]) if args.overwrite_cache else None
     with once_per_machine() if rows.cache_files else contextlib.nullcontext():
         return rows.map(
             encode,
             batched=True,
             remove_columns=rows.column_names,
             num_proc=args.preprocessing_num_workers,
-            load_from_cache_file=not anew,
+            new_fingerprint=key,
             desc="tokenize",
         )
 

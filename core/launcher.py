@@ -92,7 +92,8 @@ class DistributedRunner:
             raise UserError(f"--world_size is {world_size}, but {known}")
         if not 1 <= master_port <= 65535:
             raise UserError(f"--master_port is {master_port}; give 1 to 65535, or leave it out for a free one")
-        self.commands = [words(command) for command in command_list]
+        commands = [command_list] if isinstance(command_list, str) else command_list
+        self.commands = [words(command) for command in commands]
         self.world_size, self.hostfile, self.master_port = slots or world_size, hostfile, master_port
         self.use_mpi, self.use_deepspeed, self.map_by = use_mpi, use_deepspeed, map_by
 
@@ -189,7 +190,7 @@ def read_hostfile(path: str | os.PathLike) -> dict[str, int]:
         UserError: a line is something else, names a host again, or there is none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hostfile {path} cannot be read: {error}") from None
     hosts: dict[str, int] = {}

@@ -280,7 +280,9 @@ def require_family(optimizer: torch.optim.Optimizer, saved: str) -> None:
 
 def family(optimizer: torch.optim.Optimizer) -> str:
     """Name of the algorithm, whichever kernel runs it: state moves within a family only."""
-    return type(optimizer).__name__.lower().removeprefix("fused")
+    name = type(optimizer).__name__.lower().removeprefix("deepspeedcpu").removeprefix("fused")
+    decoupled = getattr(optimizer, "adam_w_mode", False)  # DeepSpeed's Adam is both
+    return "adamw" if name == "adam" and decoupled else name
 
 
 def _counts_per_group(optimizer: torch.optim.Optimizer) -> bool:

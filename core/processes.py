@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from signal import SIGALRM, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
 
 from core.errors import UserError
@@ -220,5 +221,11 @@ class Processes:
 
 
 def kill_group(pid: int) -> None:
+    """Kill the process and all that it has started in its session, also in process groups of their own."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, SIGKILL)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            session = int(stat.read_text(errors="replace").rpartition(")")[2].split()[3])
+            if session == pid:
+                os.kill(int(stat.parent.name), SIGKILL)

@@ -29,7 +29,7 @@ from core.zero import Zero, announce
 
 
 class Run:
-    """One run of a recipe on one device. Made before data and model: what cannot work is said before they load.
+    """One process of a recipe's run. Made before data and model: what cannot work is said before they load.
 
     Args:
         args: all flags.
@@ -48,12 +48,14 @@ class Run:
 
     def __init__(self, args: Namespace, gaudi_config: GaudiConfig, name: str) -> None:
         disable_progress_bar()  # transformers' own; one bar, the run's, is enough
-        if args.disable_tqdm:
+        if args.disable_tqdm or not is_main_process():
             os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later
         self.args, self.gaudi_config = args, gaudi_config
         self.device = select_device(args, args.execution_mode)
         self.device.check_mode()
-        # Before the first tensor on it: which card a Gaudi's process gets follows from its rank.
+        os.environ.setdefault(
+            "DS_ACCELERATOR", self.device.kind
+        )  # else DeepSpeed, where installed, looks for one aloud
         distributed.start(self.device, args.ddp_timeout, always=bool(args.deepspeed))
         graphs.check(args, self.device)
         strategies.check(args)
@@ -79,7 +81,7 @@ class Run:
             optimizer = optimizers.create_optimizer(weight, args, gaudi_config, self.device)
             optimizers.create_schedule(optimizer, args, total_steps=1)
         if self.deepspeed and self.deepspeed["zero_optimization"]["stage"] == 3:
-            self._announced = announce(self.device, self.deepspeed)
+            self._announced = announce(args, self.device, self.deepspeed)
         args.output_dir = distributed.on_main(lambda: str(results.claim_output_dir(args, name)))
         self.output_dir, asked = Path(args.output_dir), args.resume_from_checkpoint if args.do_train else None
         found = distributed.on_main(lambda: str(checkpoint.find(asked, self.output_dir) or ""))
@@ -103,10 +105,13 @@ class Run:
                 f"--deepspeed {args.deepspeed}: it has no zero_optimization block; DDP needs no --deepspeed"
             )
         config = deepspeed_config.resolve(config, args, distributed.world_size(), gaudi_config=self.gaudi_config)
-        if config["bf16"]["enabled"] and not args.bf16:
+        if config["bf16"]["enabled"] is True and not args.bf16:
             say("bf16: as the DeepSpeed configuration says, although --bf16 is not given")
             args.bf16 = True
         stage = config["zero_optimization"]["stage"]
+        if stage == 3 and args.use_hpu_graphs_for_inference:
+            warn_once("--use_hpu_graphs_for_inference has no effect under ZeRO-3: a replay would gather no weights")
+            args.use_hpu_graphs_for_inference = False
         if not args.do_train and stage < 3:
             say(f"--deepspeed: ZeRO stage {stage} shards what training needs; evaluation alone has nothing to shard")
             return None
@@ -153,7 +158,7 @@ class Run:
 
     def meter(self) -> Throughput:
         """A new meter of time for this run's device and precision."""
-        precision = self.precision.name[:4]
+        precision = "bf16" if self.precision.name.startswith("bf16") else "fp32"
         return Throughput(self.device, self.args.throughput_warmup_steps, distributed.world_size(), precision=precision)
 
     def inference_model(self) -> nn.Module:
@@ -178,6 +183,8 @@ class Run:
             Metrics (loss per token, speed), and the rows' outputs on the host, in the order of the data set, on all
             ranks alike.
         """
+        if self._strategy:
+            self._strategy.synchronize_buffers()
         meter, training, ids, outputs, losses, targets = self.meter(), self.model.training, [], [], [], 0
         self.ledger.declare(phase, len(loader.buckets))
         with self.memory.phase(phase), torch.no_grad():
@@ -197,14 +204,17 @@ class Run:
                     ids += window.row_ids
                     outputs.append(rows[: len(window.row_ids)].cpu())  # filler comes last
                 meter.step(window.rows, window.tokens, cold=new)
-            total = torch.stack(losses).double().sum().item() if losses else 0.0
+            total = torch.stack(losses).cpu().double().sum().item() if losses else 0.0
             total = distributed.sum_over_ranks([total])[0]
             self.model.train(training)
         metrics = {f"{phase}_loss": total / targets if targets else math.nan, **meter.metrics(phase)}
         if not outputs:
             return metrics, []
-        order = torch.cat(distributed.gather_rows(torch.tensor(ids, dtype=torch.int64))).argsort()
-        return metrics, list(torch.cat(distributed.gather_rows(torch.cat(outputs)))[order])
+        numbers = torch.cat(distributed.gather_rows(torch.tensor(ids, dtype=torch.int64)))
+        gathered = torch.cat(distributed.gather_rows(torch.cat(outputs)))
+        whole = gathered.new_zeros(len(loader.tokens_of_row), *gathered.shape[1:])
+        whole[numbers] = gathered
+        return metrics, list(whole)
 
     def save_model(self, folder: Path, *companions: Any) -> None:
         """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor).
@@ -218,6 +228,8 @@ class Run:
 
     def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any) -> None:
         """The same through ``main``, which tells of a failure later. All ranks call it."""
+        if self._strategy:
+            self._strategy.synchronize_buffers()
         weights = self._strategy.weights() if self._strategy else None
         main(state.save_model, self.model, folder, weights)
         for companion in (self.gaudi_config, *companions):
@@ -251,15 +263,28 @@ class Run:
         for line in results.compare_with_published(self.args.run_file["published"], self.metrics, self._facts):
             say(line)
         say(f"\nall results: {self.output_dir / 'all_results.json'}")
+        self.close()
+        return self.metrics
+
+    def close(self) -> None:
+        """Leave the other ranks."""
         if self._strategy:
             self._strategy.close()
         if not self.deepspeed:  # which keeps groups of this one, and needs them if this process trains again
             distributed.stop()
-        return self.metrics
+
+    def distribution(self) -> str | None:
+        """How the ranks share the work; None for one device without DeepSpeed."""
+        if self.deepspeed:
+            return f"ZeRO-{self.deepspeed['zero_optimization']['stage']} ({self.args.deepspeed})"
+        return (
+            {"ddp": "DDP", "fast_ddp": "fast DDP"}[self.args.distribution_strategy]
+            if distributed.world_size() > 1
+            else None
+        )
 
     def description(self) -> str:
         """How this run executes, in a few words."""
-        how = f"--deepspeed {self.args.deepspeed}" if self.deepspeed else self.args.distribution_strategy
-        several = f", {how}" if self.deepspeed or distributed.world_size() > 1 else ""
+        several = f", {self.distribution()}" if self.distribution() else ""
         several += ", graphs for training" if self.args.use_hpu_graphs_for_training else ""
         return f"{distributed.world_size()} x {self.device.name}, {self.device.mode}, {self.precision.name}{several}"

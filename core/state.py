@@ -33,8 +33,9 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tenso
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=False)
         if weights:  # it has written down the working dtype, which these weights do not have
-            model.config.dtype = next(iter(weights.values())).dtype
-            model.config.save_pretrained(folder)
+            config = read_json_object(folder / "config.json", "config.json")
+            config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+            (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return
     tensors, seen = {}, set()
     for name, tensor in (model.state_dict() if weights is None else weights).items():
@@ -55,8 +56,8 @@ def load_model(model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torc
         UserError: a weight is missing, unknown or of another shape.
     """
     saved, own = TensorFiles(*sorted(folder.glob("model*.safetensors"))), model.state_dict(keep_vars=True)
-    storages = {_storage(own[name]) for name in saved.keys() & own.keys()}
-    missing = [name for name, tensor in own.items() if name not in saved and _storage(tensor) not in storages]
+    places = {_place(own[name]) for name in saved.keys() & own.keys()}
+    missing = [name for name, tensor in own.items() if name not in saved and _place(tensor) not in places]
     unknown = sorted(saved.keys() - own.keys())
     if missing or unknown:
         raise UserError(f"{folder} is of another model: missing {missing[:3]}, unknown {unknown[:3]}; name that model")
@@ -68,9 +69,12 @@ def load_model(model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torc
         (put or torch.Tensor.copy_)(own[name].detach() if put is None else own[name], tensor)
 
 
-def _storage(tensor: torch.Tensor) -> tuple[str, int]:
-    shared_out = getattr(tensor, "ds_id", None)  # DeepSpeed's number of a parameter whose storage is elsewhere
-    return ("storage", tensor.untyped_storage().data_ptr()) if shared_out is None else ("parameter", shared_out)
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for names of the same numbers."""
+    shared_out = getattr(tensor, "ds_id", None)  # DeepSpeed's number of a parameter whose numbers are elsewhere
+    if shared_out is not None:
+        return ("parameter", shared_out)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride())  # not the storage: ZeRO puts all weights into one
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -105,7 +109,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __init__(self, *paths: Path) -> None:
         if not paths:
-            raise UserError("the checkpoint holds no weights (model*.safetensors)")
+            raise UserError("the checkpoint holds no such file (*.safetensors)")
         self._files: dict[str, Any] = {}
         for path in paths:
             with _reading(path):
@@ -115,6 +119,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         with _reading(name):
             return self._files[name].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

@@ -22,7 +22,7 @@ from core import distributed, optimizers
 from core.device import Device
 from core.errors import UserError, warn_once
 from core.gaudi_config import GaudiConfig
-from core.gradients import GradientReducer, synchronize_state
+from core.gradients import GradientReducer, broadcast_buffers, synchronize_state
 
 REDUCTION = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,6 +55,10 @@ def check(args: Namespace) -> None:
         if world == 1 or args.deepspeed:
             reason = "the DeepSpeed configuration decides" if args.deepspeed else "there is one device"
             warn_once(f"--{name} has no effect here: {reason}")
+    if world > 1 and fast and args.ddp_find_unused_parameters:
+        warn_once(
+            "--ddp_find_unused_parameters: fast DDP needs no such search, a parameter may lack a gradient at any step"
+        )
     if world > 1 and args.reduction_dtype != "fp32" and not (fast or args.deepspeed):
         raise UserError(f"--reduction_dtype {args.reduction_dtype} needs --distribution_strategy fast_ddp")
 
@@ -123,10 +127,14 @@ class Replicated:
         """Add to the gradients; with the window's last micro-batch they become the average over the ranks."""
         if self.reducer and self._last:
             self.reducer.arm()
-        if self._unlearned and not self._last:
-            self._learn(loss)
-        else:
-            loss.backward()
+        try:
+            self._learn(loss) if self._unlearned and not self._last else loss.backward()
+        except RuntimeError as error:
+            if "static_graph" not in str(error):
+                raise
+            raise UserError(
+                "a parameter had a gradient at some steps and none at others: pass --ddp_find_unused_parameters True"
+            ) from error
         self._unlearned = False
         if self.reducer and self._last:
             self.reducer.finish()
@@ -134,7 +142,8 @@ class Replicated:
     def _learn(self, loss: torch.Tensor) -> None:
         """DDP learns a static graph from the run's first backward pass, and averages after it: that is undone here.
 
-        Else the window would be rounded in another way than in a run that does not begin, or go on, with it.
+        Else the window would be rounded in another way than in a run that does not begin, or go on, with it. For this
+        one pass the gradients are in memory twice.
         """
         own: dict[nn.Parameter, torch.Tensor] = {}
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -160,6 +169,10 @@ class Replicated:
     def clear(self) -> None:
         """Forget the gradients."""
         self.module.zero_grad(set_to_none=self.forget)
+
+    def synchronize_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, such as running statistics: those are what is saved."""
+        broadcast_buffers(self.module)
 
     def weights(self) -> None:
         """Rank 0's module has them all."""

@@ -7,7 +7,7 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from core import deepspeed_config, distributed, optimizers
 from core.device import Device
 from core.errors import UserError, is_main_process
 from core.gaudi_config import GaudiConfig
+from core.gradients import broadcast_buffers
 from core.graphs import repeated_blocks
 
 
@@ -54,6 +55,9 @@ class Zero:
         config = deepspeed_config.resolve(config, args, distributed.world_size(), width, total_steps, gaudi_config)
         # Any optimiser whose update of an element needs that element alone is right on shares of flat tensors.
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        # Not a number in a gradient makes one in the loss, which the engine looks at. DeepSpeed would look at each
+        # step, with a collective of bytes, which HCCL may not have, and skip the update in silence.
+        config["bf16"].setdefault("check_grad_overflow", False)
         self.stage = config["zero_optimization"]["stage"]
         if args.use_zero3_leaf_promotion:
             deepspeed.utils.set_z3_leaf_modules(model, list({type(block) for block in repeated_blocks(model)}))
@@ -64,12 +68,10 @@ class Zero:
             given = {"model_parameters": optimizers.parameter_groups(model, args.weight_decay)}
         else:
             given = {"optimizer": optimizers.create_optimizer(model, args, gaudi_config, device)}
-        try:
+        with refusals(args):
             self.model, wrapper, _, schedule = deepspeed.initialize(
                 model=model, config=config, dist_init_required=False, **given
             )
-        except (ValueError, AssertionError, NotImplementedError) as error:
-            raise UserError(f"--deepspeed {args.deepspeed}: DeepSpeed refuses it: {error}") from error
         self.zero, self.schedule = wrapper, schedule if "scheduler" in config else None
         self.optimizer = getattr(wrapper, "optimizer", None)
 
@@ -90,8 +92,12 @@ class Zero:
     def clear(self) -> None:
         """`step` has forgotten the gradients."""
 
+    def synchronize_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, such as running statistics: those are what is saved."""
+        broadcast_buffers(self.module)
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gather all weights in fp32 on rank 0's host; the others get none. All ranks call it."""
+        """Gather all weights on rank 0's host, trained ones in fp32; the others get none. All ranks call it."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -100,7 +106,7 @@ class Zero:
             full = safe_get_full_fp32_param(parameter) if self.optimizer and parameter.requires_grad else None
             with GatheredParameters([parameter], enabled=full is None and self.stage == 3):
                 if is_main_process():
-                    weights[name] = (parameter if full is None else full).detach().float().cpu().clone()
+                    weights[name] = (parameter if full is None else full).detach().cpu().clone()
         if is_main_process():
             tied = dict(self.module.named_parameters(remove_duplicate=False))
             weights |= {name: t.cpu() for name, t in self.module.state_dict().items() if name not in tied}
@@ -131,8 +137,8 @@ class Zero:
     def _link(self) -> None:
         """Let DeepSpeed find each parameter's part of the state (stages 1 and 2).
 
-        It does so itself after the first group's first step: too late for a state that is put back, and too early for
-        the other groups, which have none yet.
+        Version 0.19 does so after the first group's first step: too late for a state that is put back, and too early
+        for the other groups, which have none yet.
         """
         if self.stage < 3:
             self.zero._hp_optimizer_states_linked = False
@@ -214,13 +220,28 @@ def load_deepspeed(device: Device) -> Any:
         raise UserError(f"--deepspeed needs DeepSpeed ({hint}): {error}") from None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # at each collective
+    # It would compile an operator of its own for host tensors, for a minute and without a word; gloo is there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
 
 
-def announce(device: Device, config: dict[str, Any]) -> Any:
+@contextmanager
+def refusals(args: Namespace) -> Iterator[None]:
+    """What DeepSpeed has against its configuration is a `UserError`: it has many kinds of errors for that."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UserError(f"--deepspeed {args.deepspeed}: DeepSpeed refuses it: {reason}") from error
+
+
+def announce(args: Namespace, device: Device, config: dict[str, Any]) -> Any:
     """Make transformers build models sharded from the start, as long as the caller keeps what is returned."""
     load_deepspeed(device)
     from transformers.integrations import HfDeepSpeedConfig
 
-    return HfDeepSpeedConfig(config)
+    with refusals(args):
+        return HfDeepSpeedConfig(config)

@@ -32,19 +32,20 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
+stop = []
+if sys.argv[1:] == ["save"]:
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 print(f"host {here} rank {rank} local {os.environ['LOCAL_RANK']} sum {total.item():g} {sys.argv[1:]}", flush=True)
 if sys.argv[1:] == ["fail"] and rank == 3:
     raise RuntimeError("the cause")
 if sys.argv[1:] in (["fail"], ["wait"]):
     time.sleep(300)
 if sys.argv[1:] == ["save"]:
-    stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     while not stop:
         time.sleep(0.1)
     time.sleep(2)
     open(f"saved-{rank}", "w").close()
-    sys.exit(75)
+    os._exit(75)  # a thread of gloo's may abort an interpreter that ends in the usual way
 for number in range(0 if sys.argv[1:] == ["short"] else 20):
     print(str(rank) * 20_000)
 dist.barrier()

@@ -62,7 +62,7 @@ def test_one_process_needs_no_group(tmp_path):
     import torch
 
     values = [2.0**53, 0.1, 16_777_217, -0.0]  # the third is no fp32 number
-    assert distributed.sum_over_ranks(values) == distributed.max_over_ranks(values) == values
+    assert distributed.sum_over_ranks(values) == values
     assert all(type(value) is float for value in distributed.sum_over_ranks(values))
     assert distributed.gather_rows(torch.tensor([[1, 2]]))[0].tolist() == [[1, 2]]
     assert distributed.gather_texts("ä") == ["ä"]
@@ -72,7 +72,6 @@ def test_one_process_needs_no_group(tmp_path):
         distributed.together(lambda: {}["x"])
     with distributed.once_per_machine("test", tmp_path):
         assert not any(tmp_path.iterdir())
-    distributed.barrier()
     distributed.stop()
     assert not torch.distributed.is_initialized()
 
@@ -88,7 +87,6 @@ def test_numbers_are_added_up_exactly(on_three):
         assert found["backend"] == "gloo"
         assert found["on_device"] == [6.0, 6.0, 6.0]
         assert found["sum"] == [3 * 2.0**53, 6.0, 1.0, 2.0**53 + 2]  # in pairs, the third is 0
-        assert found["max"] == [2.0, 0.0]
         assert math.isnan(found["nan"][0])
         assert found["nan"][1] == math.inf
 

@@ -96,7 +96,7 @@ def test_resume_at_every_step_equals_the_straight_run(tmp_path: Path, optimizer:
 
 def test_resume_with_other_data_or_batch_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", "--max_steps", "2", "--save_steps", "1")
-    with pytest.raises(UserError, match="other window"):
+    with pytest.raises(UserError, match="window 8, not 4"):
         run(tmp_path / "run", "--per_device_train_batch_size", "4", "--resume_from_checkpoint", "auto")
     flags = ["--per_device_train_batch_size", "4", "--resume_from_checkpoint", "auto", "--ignore_data_skip"]
     engine, *_ = run(tmp_path / "run", *flags, "--max_steps", "4")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +128,24 @@ def test_the_command_says_what_it_did_or_one_line(trained: Path, tmp_path: Path)
     assert again.returncode != 0
     assert len(again.stderr.strip().splitlines()) == 1
     assert "is not an empty folder" in again.stderr
+
+
+def test_a_folder_within_the_checkpoint_is_refused(trained: Path) -> None:
+    for folder in (trained, trained / "inside"):
+        with pytest.raises(UserError, match="is within the checkpoint"):
+            export.export(trained, folder)
+    assert not (trained / "inside").exists()
+
+
+def test_nothing_half_written_is_left(trained: Path, tmp_path: Path) -> None:
+    """A limit of the file's size stands for a full disk: the error is the system's own."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(UserError, match="cannot be written"):
+            export.export(trained, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from core.device import Device
-from core.gradients import GradientReducer, _fill_buckets, all_reduce_gradients
+from core.gradients import GradientReducer, _fill_buckets, all_reduce_gradients, synchronize_state
 from tests.core.ranks import results, start_ranks
 
 CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
@@ -135,7 +135,7 @@ def test_a_bucket_is_narrower_than_its_gradients_only_if_asked(parameter, asked,
 def test_one_process_leaves_everything_as_it_is():
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model, CPU, overlap=True)
-    reducer.synchronize_state()
+    synchronize_state(model)
     reducer.arm()
     model(torch.ones(1, 2)).sum().backward()
     gradient = model.weight.grad

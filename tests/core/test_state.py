@@ -166,5 +166,5 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("not tensors")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         state.load_model(nn.Linear(2, 2), tmp_path)
-    with pytest.raises(UserError, match="holds no weights"):
+    with pytest.raises(UserError, match="holds no such file"):
         state.load_model(nn.Linear(2, 2), tmp_path / "absent")

@@ -214,7 +214,7 @@ def unsaved(flags: list[str], folder: Path) -> dict[str, Any]:
         found = outcome(lambda: toy.run(folder, *flags, each=limit))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    distributed.barrier()
+    distributed.sum_over_ranks([0.0])
     newest = checkpoint.find("auto", folder)
     return {"error": found, "left": sorted(path.name for path in folder.glob("*checkpoint*")), "newest": newest.name}
 

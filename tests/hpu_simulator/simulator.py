@@ -15,7 +15,8 @@ BRIDGE = REPOSITORY / "hpu_simulator" / "bridge"
 
 def environment(mode: str = "lazy", generation: str = "gaudi2", **extra: str) -> dict[str, str]:
     """Variables that turn the simulator on in ``lazy`` or ``eager`` mode, and nothing of the caller's own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HPU_SIMULATOR", "PT_HPU_"))}
+    ours = ("HPU_SIMULATOR", "PT_HPU_", "DS_ACCELERATOR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     mine = {
         "HPU_SIMULATOR": generation,
         "PT_HPU_LAZY_MODE": str(int(mode == "lazy")),

@@ -37,6 +37,8 @@ STRATEGIES = {
     "fast_ddp": ["--distribution_strategy", "fast_ddp"],
     **{name: ["--deepspeed", name] for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")},
 }
+GRAPHS = {"fast_ddp_graphs": [*STRATEGIES["fast_ddp"], "--use_hpu_graphs_for_training"]}  # on cards in lazy mode
+ON_CARDS = (*STRATEGIES, *GRAPHS)
 AT = {
     1: ("zero1", "zero2", "zero3"),
     2: ("ddp", "fast_ddp", "zero1", "zero2", "zero3"),
@@ -424,13 +426,13 @@ def on_cards(folder: Path, base: list[str], mode: str, names: Sequence[str], wat
         longer = ["--logging_steps", "1000", "--num_train_epochs", "6", "--length_buckets", "2"]
         plan.add(f"{name}_watched", [*flags, *STRATEGIES[name], *longer], watch=True)
     for name in names:
-        plan.add(name, [*flags, *STRATEGIES[name]])
+        plan.add(name, [*flags, *(STRATEGIES | GRAPHS)[name]])
     return plan.run(2, mode=mode, **cards)
 
 
 @pytest.fixture(scope="module")
 def lazy(folder: Path, base: list[str]) -> dict[str, Ran]:
-    return on_cards(folder, base, "lazy", tuple(STRATEGIES), ("ddp", "fast_ddp"))
+    return on_cards(folder, base, "lazy", ON_CARDS, ("ddp", "fast_ddp"))
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +447,7 @@ def assert_same_losses(run: Ran, expected: Ran) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ON_CARDS)
 def test_two_cards_have_the_numbers_of_one_cpu(name: str, lazy: dict[str, Ran], alone: Ran) -> None:
     assert_same_losses(lazy[name], alone)
     facts = lazy[name].metrics["run"]["device"]
@@ -480,7 +482,7 @@ def test_a_steady_step_on_two_cards_compiles_nothing_and_waits_for_nothing(
 def test_the_cards_report_what_travelled_between_them(lazy: dict[str, Ran]) -> None:
     for rank in range(2):
         report = json.loads((lazy["ddp"].folder.parent / f"report-rank{rank}.json").read_text())
-        assert (report["devices"], report["steps"]) == (2, STEPS * len(STRATEGIES) + 2 * 18)
+        assert (report["devices"], report["steps"]) == (2, STEPS * len(ON_CARDS) + 2 * 18)
         assert {"allreduce", "allgather", "broadcast", "reduce_scatter"} <= {one["op"] for one in report["collectives"]}
 
 

@@ -144,7 +144,7 @@ def synchronized() -> dict:
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     before = digest(model)
     synchronize_state(model)
-    GradientReducer(conv.to(where), device).synchronize_state()
+    synchronize_state(conv.to(where))
     shared = model.out.weight is model.table.weight
     return {"before": before, "after": digest(model), "conv": digest(conv), "tied": shared}
 

@@ -11,7 +11,7 @@ from setting import this_device
 from core import distributed
 
 distributed.start(this_device(), timeout_s=600)
-distributed.barrier()
+distributed.sum_over_ranks([0.0])
 began = time.monotonic()
 try:
     if distributed.rank() == 1:
