@@ -35,7 +35,8 @@ dist.all_reduce(total)
 stop = []
 if sys.argv[1:] == ["save"]:
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-print(f"host {here} rank {rank} local {os.environ['LOCAL_RANK']} sum {total.item():g} {sys.argv[1:]}", flush=True)
+text = f"host {here} rank {rank} local {os.environ['LOCAL_RANK']} sum {total.item():g} {sys.argv[1:]}"
+os.write(1, f"{text}\\n".encode())  # at once: torchrun's ranks share a pipe, and print sends the end of a line later
 if sys.argv[1:] == ["fail"] and rank == 3:
     raise RuntimeError("the cause")
 if sys.argv[1:] in (["fail"], ["wait"]):
