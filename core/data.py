@@ -276,7 +276,7 @@ class BatchLoader:
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[Window]:
         """Yield the epoch's windows from number ``start`` on; earlier ones are skipped, not made.
 
-        Every rank knows a window's rows, but only its own part's targets: the ranks meet once a window, on the host.
+        Every rank knows a window's rows, but only its own part's targets: the ranks meet in each window, on the host.
         """
         plan = plan_epoch(self.bucket_of_row, self.window, self.seed, epoch, self.drop_last)
         shares, parts = [], []

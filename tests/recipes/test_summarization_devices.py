@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -78,9 +79,10 @@ def launch(
     mark = uuid.uuid4().hex
     common = environment(mode) if mode else {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, REPOSITORY / "gaudi_spawn.py", "--world_size", str(size), script, *arguments]
+    own = tempfile.TemporaryDirectory()  # locks of a machine stay in its temporary folder
     process = subprocess.Popen(
         list(map(str, command)),
-        env={**common, "LAUNCHED_BY": mark, **variables},
+        env={**common, "LAUNCHED_BY": mark, "TMPDIR": own.name, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,6 +99,7 @@ def launch(
     ended, left = Ended(process.returncode, out, err, time.time()), with_mark(mark)
     for one in left:
         one.kill()
+    own.cleanup()
     assert not left
     return ended
 
