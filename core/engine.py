@@ -139,7 +139,6 @@ class Engine:
         """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size."""
         if window.targets:
             self.grad_norm = self.strategy.step()
-            self.strategy.clear()
         else:
             warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
         if not (window.targets and self.strategy.schedule):

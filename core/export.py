@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
 from core import checkpoint
-from core.errors import UserError, exit_with_one_line, read_json_object, say
+from core.errors import UserError, exit_with_one_line, say
 
 # What only goes on with training needs. Everything else is the model: weights, configuration, tokenizer, processor.
 TRAINING = ("checkpoint.json", "state.json", "rank-*.json", "rng.safetensors", "optimizer*.safetensors")
@@ -41,7 +40,7 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
-    from core.state import TensorFiles
+    from core.state import TensorFiles, note_dtype
 
     saved = TensorFiles(*sorted(source.glob(WEIGHTS[0])))
     wanted = getattr(torch, DTYPES[dtype])
@@ -54,9 +53,7 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
         for path in set(source.iterdir()) - skipped:
             shutil.copy2(path, half) if path.is_file() else shutil.copytree(path, half / path.name)
         save_torch_state_dict(weights, half, metadata={"format": "pt"})
-        if (half / "config.json").exists():
-            config = read_json_object(half / "config.json", "config.json") | {"dtype": DTYPES[dtype]}
-            (half / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        note_dtype(half, wanted)
         half.replace(folder)  # an empty folder of that name gives way
     except (OSError, SafetensorError) as error:
         shutil.rmtree(half, ignore_errors=True)

@@ -20,6 +20,7 @@ from core.data import Batch, BatchLoader
 from core.device import select_device
 from core.errors import UserError, is_main_process, say, warn_once
 from core.gaudi_config import GaudiConfig
+from core.gradients import broadcast_buffers
 from core.memory import MemoryTracker
 from core.mixed_precision import effective_op_lists, resolve_precision
 from core.strategies import Replicated
@@ -53,9 +54,8 @@ class Run:
         self.args, self.gaudi_config = args, gaudi_config
         self.device = select_device(args, args.execution_mode)
         self.device.check_mode()
-        os.environ.setdefault(
-            "DS_ACCELERATOR", self.device.kind
-        )  # else DeepSpeed, where installed, looks for one aloud
+        # Else DeepSpeed, where it is installed, looks for a device itself, and says so.
+        os.environ.setdefault("DS_ACCELERATOR", self.device.kind)
         distributed.start(self.device, args.ddp_timeout, always=bool(args.deepspeed))
         graphs.check(args, self.device)
         strategies.check(args)
@@ -81,7 +81,7 @@ class Run:
             optimizer = optimizers.create_optimizer(weight, args, gaudi_config, self.device)
             optimizers.create_schedule(optimizer, args, total_steps=1)
         if self.deepspeed and self.deepspeed["zero_optimization"]["stage"] == 3:
-            self._announced = announce(args, self.device, self.deepspeed)
+            self._announced = announce(args, self.deepspeed)
         args.output_dir = distributed.on_main(lambda: str(results.claim_output_dir(args, name)))
         self.output_dir, asked = Path(args.output_dir), args.resume_from_checkpoint if args.do_train else None
         found = distributed.on_main(lambda: str(checkpoint.find(asked, self.output_dir) or ""))
@@ -184,7 +184,7 @@ class Run:
             ranks alike.
         """
         if self._strategy:
-            self._strategy.synchronize_buffers()
+            broadcast_buffers(self.model)  # such as running statistics: rank 0's are what is saved
         meter, training, ids, outputs, losses, targets = self.meter(), self.model.training, [], [], [], 0
         self.ledger.declare(phase, len(loader.buckets))
         with self.memory.phase(phase), torch.no_grad():
@@ -229,7 +229,7 @@ class Run:
     def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any) -> None:
         """The same through ``main``, which tells of a failure later. All ranks call it."""
         if self._strategy:
-            self._strategy.synchronize_buffers()
+            broadcast_buffers(self.model)  # such as running statistics: rank 0's are what is saved
         weights = self._strategy.weights() if self._strategy else None
         main(state.save_model, self.model, folder, weights)
         for companion in (self.gaudi_config, *companions):

@@ -33,9 +33,7 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tenso
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=False)
         if weights:  # it has written down the working dtype, which these weights do not have
-            config = read_json_object(folder / "config.json", "config.json")
-            config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            note_dtype(folder, next(iter(weights.values())).dtype)
         return
     tensors, seen = {}, set()
     for name, tensor in (model.state_dict() if weights is None else weights).items():
@@ -46,7 +44,22 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tenso
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_model(model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> None:
+def note_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Say in a saved model's ``config.json``, if it has one, which dtype its weights have."""
+    path = folder / "config.json"
+    if path.exists():
+        config = read_json_object(path, "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_in_place(own: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a parameter or buffer that this process holds whole."""
+    own.data.copy_(value)
+
+
+def load_model(
+    model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torch.Tensor], None] = copy_in_place
+) -> None:
     """Copy saved weights into ``model`` in place; names that share storage are filled by the one that was written.
 
     Args:
@@ -66,7 +79,7 @@ def load_model(model: nn.Module, folder: Path, put: Callable[[torch.Tensor, torc
         if shape != tensor.shape:
             shapes = f"{list(tensor.shape)} there, {list(shape)} here"
             raise UserError(f"{folder} is of another model: {name} is {shapes}; name that model")
-        (put or torch.Tensor.copy_)(own[name].detach() if put is None else own[name], tensor)
+        put(own[name], tensor)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from core import distributed, optimizers
 from core.device import Device
 from core.errors import UserError, warn_once
 from core.gaudi_config import GaudiConfig
-from core.gradients import GradientReducer, broadcast_buffers, synchronize_state
+from core.gradients import GradientReducer, synchronize_state
 
 REDUCTION = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -161,18 +161,11 @@ class Replicated:
                 parameter.grad = None
 
     def step(self) -> torch.Tensor:
-        """Clip and update; returns the gradients' norm before clipping, a scalar."""
+        """Clip, update and forget the gradients; returns their norm before clipping, a scalar."""
         norm = self.clipper.clip()
         self.optimizer.step()
-        return norm
-
-    def clear(self) -> None:
-        """Forget the gradients."""
         self.module.zero_grad(set_to_none=self.forget)
-
-    def synchronize_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, such as running statistics: those are what is saved."""
-        broadcast_buffers(self.module)
+        return norm
 
     def weights(self) -> None:
         """Rank 0's module has them all."""

@@ -17,7 +17,6 @@ from core import deepspeed_config, distributed, optimizers
 from core.device import Device
 from core.errors import UserError, is_main_process
 from core.gaudi_config import GaudiConfig
-from core.gradients import broadcast_buffers
 from core.graphs import repeated_blocks
 
 
@@ -49,7 +48,7 @@ class Zero:
         config: dict[str, Any],
         total_steps: int | None = None,
     ) -> None:
-        deepspeed = load_deepspeed(device)
+        deepspeed = load_deepspeed()
         self.module = model
         width = getattr(getattr(model, "config", None), "hidden_size", None)
         config = deepspeed_config.resolve(config, args, distributed.world_size(), width, total_steps, gaudi_config)
@@ -85,16 +84,9 @@ class Zero:
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is of the window already
 
     def step(self) -> torch.Tensor:
-        """Clip and update; returns the gradients' norm before clipping, a scalar."""
+        """Clip, update and forget the gradients; returns their norm before clipping, a scalar."""
         self.model.step()
         return torch.as_tensor(self.model.get_global_grad_norm())
-
-    def clear(self) -> None:
-        """`step` has forgotten the gradients."""
-
-    def synchronize_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, such as running statistics: those are what is saved."""
-        broadcast_buffers(self.module)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Gather all weights on rank 0's host, trained ones in fp32; the others get none. All ranks call it."""
@@ -205,13 +197,12 @@ def _own_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(part, (0, size - part.numel()))
 
 
-def load_deepspeed(device: Device) -> Any:
-    """Import DeepSpeed for the device that was chosen, not for the one that it would find.
+def load_deepspeed() -> Any:
+    """Import DeepSpeed, which takes the device that `core.run.Run` has chosen.
 
     Raises:
         UserError: it is not installed.
     """
-    os.environ.setdefault("DS_ACCELERATOR", device.torch_device.type)
     os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank()))  # one process without a launcher
     try:
         import deepspeed
@@ -238,9 +229,9 @@ def refusals(args: Namespace) -> Iterator[None]:
         raise UserError(f"--deepspeed {args.deepspeed}: DeepSpeed refuses it: {reason}") from error
 
 
-def announce(args: Namespace, device: Device, config: dict[str, Any]) -> Any:
+def announce(args: Namespace, config: dict[str, Any]) -> Any:
     """Make transformers build models sharded from the start, as long as the caller keeps what is returned."""
-    load_deepspeed(device)
+    load_deepspeed()
     from transformers.integrations import HfDeepSpeedConfig
 
     with refusals(args):

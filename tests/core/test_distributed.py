@@ -127,7 +127,6 @@ def test_the_processes_of_a_machine_take_turns(on_three):
 @pytest.mark.compiles
 @pytest.mark.parametrize("mode", [None, "lazy", "eager"])
 def test_libraries_that_come_later_keep_the_group(tmp_path, mode):
-    pytest.importorskip("deepspeed")
     backend = "cpu:gloo,hpu:hccl" if mode else "gloo"
     for rank, found in enumerate(results(start_ranks(2, "collectives", str(tmp_path), "third", mode=mode))):
         assert found["backend"] == found["kept"] == backend

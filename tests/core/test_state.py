@@ -71,7 +71,6 @@ class Training:
         for _ in range(steps):
             self.strategy.backward(self.model(torch.ones(1, 3)).square().sum())
             self.strategy.step()
-            self.strategy.clear()
             self.schedule.step()
 
     def write(self, main: OnMain, folder: Path) -> None:
