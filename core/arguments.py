@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
-from core.errors import UserError, did_you_mean, json_kind, read_json_object, warn_once
+from core.errors import UserError, did_you_mean, warn_once
+from core.run_files import RUN_FILE_KEYS, read_run_file, run_file_flags
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
@@ -42,6 +44,8 @@ class RunArguments:
     max_predict_samples: int | None = flag(None, "use the first N test rows only")
     eval_strategy: Literal["no", "steps", "epoch"] = flag("no", "when to evaluate", aliases=["--evaluation_strategy"])
     eval_steps: int | None = flag(None, "optimiser steps between evaluations (default: --logging_steps)")
+    eval_delay: float = flag(0.0, "no evaluation before so many steps, or epochs with --eval_strategy epoch")
+    logging_strategy: Literal["no", "steps", "epoch"] = flag("steps", "when to log; the last step always is")
     logging_steps: int = flag(500, "optimiser steps between log records, each with loss, memory and throughput")
     logging_first_step: bool = flag(False, "log the first step too")
     logging_dir: str | None = flag(None, "folder of the trackers' files (default: <output_dir>/logs)")
@@ -53,7 +57,7 @@ class RunArguments:
     save_total_limit: int | None = flag(None, "keep the newest N checkpoints (and the best one)")
     load_best_model_at_end: bool = flag(False, "end with the checkpoint of the best --metric_for_best_model")
     metric_for_best_model: str | None = flag(None, "metric that decides the best checkpoint (default: eval loss)")
-    greater_is_better: bool | None = switch("whether a larger metric is better (default: unless it is a loss)")
+    greater_is_better: bool | None = switch("whether a larger metric is better (default: unless a loss or perplexity)")
     resume_from_checkpoint: str | None = flag(None, "checkpoint to go on from; auto: newest", nargs="?", const="auto")
 
 
@@ -110,7 +114,7 @@ class DeviceArguments:
     bf16_full_eval: bool = flag(False, "evaluate with bf16 parameters, in runs without --do_train")
     half_precision_backend: Literal["auto", "hpu_amp", "cpu_amp"] = flag("auto", "whose operators autocast affects")
     fp16: bool = flag(False, "refused: use --bf16")
-    fp8: bool = flag(False, "refused: fp8 needs Habana's transformer engine, which no recipe here uses")
+    fp8: bool = flag(False, "bf16 instead: fp8 needs Habana's transformer engine, which no recipe here uses")
     pipelining_fwd_bwd: bool = flag(False, "step boundary between forward and backward: both overlap on a Gaudi")
     non_blocking_data_copy: bool = flag(False, "copy batches to the device without waiting")
     use_hpu_graphs: bool = flag(False, "old name for both of the next two")
@@ -144,9 +148,9 @@ class DistributedArguments:
     ddp_bucket_cap_mb: int | None = flag(None, "MB of gradients that travel together (230 on a Gaudi, else 25)")
     ddp_find_unused_parameters: bool = flag(False, "DDP looks for parameters without a gradient at each step")
     ddp_timeout: int = flag(1800, "seconds until a collective gives up")
-    fsdp: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
-    fsdp_config: str | None = flag(None, "refused: use --deepspeed with ZeRO-3")
-    context_parallel_size: int = flag(1, "refused above 1")
+    fsdp: str | None = flag(None, "ZeRO-3 instead, which shards the same state")
+    fsdp_config: str | None = flag(None, "ZeRO-3's own settings instead")
+    context_parallel_size: int = flag(1, "1 instead: sequences are not split over devices")
     local_rank: int = flag(-1, "set by launchers; the environment decides")
 
 
@@ -158,13 +162,24 @@ NO_EFFECT = {
     "remove_unused_columns": "each recipe takes the columns that it needs and no others",
     "ignore_eos": "a generated row ends at its end token either way",
     "local_rank": "rank and world size come from the launcher's environment",
+    "low_cpu_mem_usage": "weights are always read straight into the model",
+    "use_fast_tokenizer": "a tokenizer of the fast kind is used wherever there is one",
+    "use_fused_rope": "rotary embeddings are transformers' own",
+    "fsdp_config": "--fsdp becomes ZeRO-3 here, with ZeRO-3's settings",
 }
-REFUSED = {
-    "fp16": "Gaudi trains in bf16; use --bf16",
-    "fp8": "no recipe here uses Habana's transformer engine; use --bf16",
-    "fsdp": "use --deepspeed deepspeed_configs/zero3.json",
-    "fsdp_config": "use --deepspeed deepspeed_configs/zero3.json",
-    "context_parallel_size": "sequences are not split over devices here; leave it at 1",
+REFUSED = {"fp16": "Gaudi trains in bf16; use --bf16"}
+COMPILES = ("torch_compile_backend", "torch_compile_mode")
+# Published flags that ask for what is not here: what is used instead, said once.
+SUBSTITUTES = {
+    "fp8": ("bf16", {"fp8": False, "bf16": True}),
+    "fsdp": (
+        "ZeRO-3, which shards the same state (--deepspeed zero3), without compilation",
+        {"fsdp": None, "deepspeed": "zero3", **dict.fromkeys(COMPILES), "torch_compile": False},
+    ),
+    "context_parallel_size": (
+        "whole sequences on every device: more memory, and a larger global batch",
+        {"context_parallel_size": 1},
+    ),
 }
 # Shared numbers are finite and not negative. Some are at least 1, some below 1, and -1 means "not given" for two.
 COUNTS = (
@@ -175,7 +190,6 @@ COUNTS = (
 SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
 BELOW = dict.fromkeys(SHARES, 1) | {"seed": 2**32, "data_seed": 2**32}
 UNSET_BELOW_ZERO = ("max_steps", "local_rank")
-RUN_FILE_KEYS = {"description": str, "command": str, "args": dict, "published": list, "caveats": list}
 
 
 class StrictParser(HfArgumentParser):
@@ -212,37 +226,11 @@ class StrictParser(HfArgumentParser):
                 raise UserError(f"{first} ({before}) and {name} ({value}) contradict each other; give one of them")
 
 
-def read_run_file(path: str | Path) -> dict[str, Any]:
-    """Read a run file: ``{"description", "command", "args": {flag: value}, "published": [...], "caveats": [...]}``.
-
-    Raises:
-        UserError: no such file, no JSON object, an unknown key, or a value of another kind than `RUN_FILE_KEYS` says.
-    """
-    content = read_json_object(path, "--config")
-    for key, value in content.items():
-        if key not in RUN_FILE_KEYS:
-            raise UserError(f"--config: {path}: unknown key {key!r}{did_you_mean(key, RUN_FILE_KEYS)}")
-        if not isinstance(value, RUN_FILE_KEYS[key]):
-            raise UserError(f"--config: {path}: {key!r} must be a JSON {json_kind(RUN_FILE_KEYS[key]())}")
-    return {key: kind() for key, kind in RUN_FILE_KEYS.items()} | content
-
-
-def run_file_flags(arguments: dict[str, Any]) -> list[str]:
-    """Turn a run file's ``args`` into flags, so that one parser checks both; nothing may pass as a second flag."""
-    tokens: list[str] = []
-    for name, value in arguments.items():
-        if not re.fullmatch(r"\w[\w-]*", name) or name in ("config", "help"):
-            raise UserError(f"{name!r} is no flag that a run file can set")
-        words = [str(v) for v in value] if isinstance(value, list) else []
-        if isinstance(value, dict) or any(re.match(r"-\D|[\[{]", word) for word in words):
-            raise UserError(f"--{name}: {value!r} is no value of a flag; give text, a number, true, false or null")
-        if value is not None:
-            tokens += [f"--{name}", *words] if isinstance(value, list) else [f"--{name}={value}"]
-    return tokens
-
-
 def parse_arguments(
-    argv: list[str] | None, *groups: type, description: str, built_in: tuple[Path, tuple[str, ...]] | None = None
+    argv: list[str] | None,
+    *groups: type,
+    description: str,
+    built_in: tuple[Path | Callable[[argparse.Namespace], Path], tuple[str, ...]] | None = None,
 ) -> argparse.Namespace:
     """Parse flags and run file into one flat namespace, whose ``run_file`` is the file; check what needs no model.
 
@@ -250,7 +238,8 @@ def parse_arguments(
         argv: arguments without the program's name; None takes those of the process.
         groups: the recipe's own argument dataclasses, shown first in ``--help``.
         description: the first paragraph of ``--help``.
-        built_in: a run file that applies when none of the named flags is given and no ``--config`` is.
+        built_in: a run file, or what chooses it by the flags, that applies when none of the named flags is given and
+            no ``--config`` is.
 
     Raises:
         UserError: an unknown, contradictory or impossible flag.
@@ -258,8 +247,8 @@ def parse_arguments(
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = StrictParser((*groups, *SHARED_GROUPS), description)
     args = parser.parse_strictly(argv)
-    if args.config is None and built_in and not any(getattr(args, name) for name in built_in[1]):
-        args.config = str(built_in[0])
+    if args.config is None and built_in and not any(getattr(args, name, None) for name in built_in[1]):
+        args.config = str(built_in[0](args) if callable(built_in[0]) else built_in[0])
     run_file = {key: kind() for key, kind in RUN_FILE_KEYS.items()}
     if (config := args.config) is not None:
         run_file = read_run_file(config)
@@ -279,7 +268,7 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
     problems = [f"--{name}: {reason}" for name, reason in REFUSED.items() if name in given]
     for name, kind in ((f.name, group) for group in parser.dataclass_types for f in fields(group)):
         value, most = getattr(args, name), BELOW.get(name, float("inf"))
-        least = int(name in COUNTS or not (kind in SHARED_GROUPS or isinstance(value, bool)))  # a recipe's are counts
+        least = int(name in COUNTS or (kind not in SHARED_GROUPS and type(value) is int))  # a recipe's are counts
         is_number = isinstance(value, (int, float)) and name not in UNSET_BELOW_ZERO
         if is_number and not least <= value < most:  # nan, which compares false, is a problem too
             problems.append(f"--{name} must be at least {least} and below {most}, not {value}")
@@ -294,7 +283,13 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
     if not (args.use_hpu_graphs_for_training or args.use_hpu_graphs_for_inference):
         graphs = given & {"max_hpu_graphs", "disable_tensor_cache_hpu_graphs"}
         problems += [f"--{name} needs --use_hpu_graphs_for_inference" for name in sorted(graphs)]
+    if args.fsdp and args.deepspeed:
+        problems.append(f"--fsdp {args.fsdp} and --deepspeed {args.deepspeed} both shard the model; give one")
     if problems:
         raise UserError("; ".join(problems))
+    for name in sorted(given & SUBSTITUTES.keys()):
+        instead, flags = SUBSTITUTES[name]
+        warn_once(f"--{name} {getattr(args, name)}: not available here; used instead: {instead}")
+        vars(args).update(flags)
     for name in sorted(given & NO_EFFECT.keys()):
         warn_once(f"--{name} has no effect here: {NO_EFFECT[name]}")

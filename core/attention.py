@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,27 @@ def register(device: Any, args: Namespace) -> None:
     else:
         AttentionInterface.register(FUSED, sdpa_attention_forward)
         AttentionMaskInterface.register(FUSED, sdpa_mask)
+
+
+@contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """In this block transformers takes each row for one document, unless a mask says otherwise.
+
+    Else it looks at the positions for several, in each causal forward pass without a mask: the host waits for the
+    device, and the graph is cut in two.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    look = getattr(masking_utils, name, None)
+    if look is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, look)
 
 
 def _static_mask(kernel_makes_causal: bool) -> Callable[..., torch.Tensor | None]:

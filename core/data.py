@@ -1,22 +1,27 @@
-"""From rows to batches of few, declared shapes: length buckets, windows, filler rows of zero weight, position."""
+"""From rows to batches of few, declared shapes: windows, filler rows of zero weight, random changes, position."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from core import distributed
+from core.buckets import assign, make_buckets, plan_epoch, share
 from core.errors import UserError, say
 
 IGNORE_INDEX = -100  # torch's cross-entropy leaves these targets out
 Batch = dict[str, torch.Tensor]
+Collate = Callable[[list[Any], tuple[int, ...]], Batch]
+Augment = Callable[[Any, np.random.Generator], Any]
+Part = tuple[list[int], int, tuple[int, ...]]
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor:
@@ -62,93 +67,6 @@ def require_rows(count: int, split: str, args: Namespace) -> None:
         raise UserError(f"--dataloader_drop_last: {count} rows make no optimiser step of {window} rows; leave it out")
 
 
-def make_buckets(
-    lengths: Sequence[Sequence[int]], limits: Sequence[int], count: int, multiple: int = 8
-) -> list[tuple[int, ...]]:
-    """Declare at most ``count`` padded shapes from the quantiles of the rows' lengths.
-
-    Args:
-        lengths: per row, one length per axis, e.g. (source, target).
-        limits: largest length per axis.
-        count: 1 means one shape, the limits themselves.
-        multiple: shapes are rounded up to it, within the limits.
-
-    Returns:
-        Shapes, smallest first; each axis grows from one to the next, and the last one holds every row.
-    """
-    if count == 1 or not lengths:
-        return [tuple(limits)]
-    columns = zip(zip(*lengths, strict=True), limits, strict=True)
-    axes = [sorted(min(length, limit) for length in axis) for axis, limit in columns]
-    shapes = []
-    for part in range(1, count + 1):
-        at = -(-len(lengths) * part // count) - 1
-        rounded = [max(1, -(-axis[at] // multiple)) * multiple for axis in axes]
-        shapes.append(tuple(min(length, limit) for length, limit in zip(rounded, limits, strict=True)))
-    return sorted(set(shapes))
-
-
-def assign(length: Sequence[int], buckets: Sequence[tuple[int, ...]]) -> int:
-    """Return the smallest bucket that holds a row of this length; longer rows go to the last and are cut there."""
-    for number, shape in enumerate(buckets):
-        if all(size <= limit for size, limit in zip(length, shape, strict=True)):
-            return number
-    return len(buckets) - 1
-
-
-@dataclass
-class Plan:
-    """The windows of one epoch: row numbers, and the bucket that each window is padded to."""
-
-    windows: list[list[int]] = field(default_factory=list)
-    buckets: list[int] = field(default_factory=list)
-
-    def add(self, rows: list[int], bucket: int) -> None:
-        self.windows.append(rows)
-        self.buckets.append(bucket)
-
-
-def plan_epoch(
-    bucket_of_row: Sequence[int], window_rows: int, seed: int | None, epoch: int = 0, drop_last: bool = False
-) -> Plan:
-    """Cut an epoch into windows of ``window_rows`` rows of one bucket.
-
-    A bucket's remainder moves up into the next larger one, so that only one window of an epoch can be short. The rows
-    of an optimiser step do not depend on how it is split into micro-batches or ranks, only on (seed, epoch).
-
-    Args:
-        bucket_of_row: per row, its bucket.
-        window_rows: batch size x accumulation x ranks.
-        seed: None keeps the order of the rows.
-        epoch: which epoch; in the first, the largest shape comes first, so that memory runs out at once or never.
-        drop_last: leave the short window out.
-    """
-    generator, order = None, range(len(bucket_of_row))
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(order), generator=generator).tolist()
-    rows_of: list[list[int]] = [[] for _ in range(max(bucket_of_row, default=0) + 1)]
-    for row in order:
-        rows_of[bucket_of_row[row]].append(row)
-    plan, carried = Plan(), []
-    for bucket, rows in enumerate(rows_of):
-        rows = carried + rows
-        full = len(rows) - len(rows) % window_rows
-        for start in range(0, full, window_rows):
-            plan.add(rows[start : start + window_rows], bucket)
-        carried = rows[full:]
-    if generator is not None:
-        shuffled = torch.randperm(len(plan.windows), generator=generator).tolist()
-        if epoch == 0 and shuffled:
-            largest = max(shuffled, key=lambda number: plan.buckets[number])
-            shuffled.remove(largest)
-            shuffled.insert(0, largest)
-        plan = Plan([plan.windows[number] for number in shuffled], [plan.buckets[number] for number in shuffled])
-    if carried and not drop_last:
-        plan.add(carried, len(rows_of) - 1)
-    return plan
-
-
 def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
     """Fill a short batch to ``size`` with rows that weigh nothing, and add ``row_weights`` of shape (size,).
 
@@ -165,33 +83,70 @@ def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
     return batch
 
 
-def share(rows: list[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Cut a window into micro-batches of at most ``batch_size`` rows, dealt out to the ranks in turn.
+def make_batch(loader: Any, row: Callable[[int], Any], part: Part, epoch: int) -> Batch:
+    """Make one micro-batch as ``loader`` says: its ``augment`` and ``augment_seed``, ``collate`` and ``batch_size``.
 
-    Every rank gets the same number, since ranks that do unequal work wait for ever: some of the last may be empty.
+    A row's random change is drawn from (seed, epoch, row number) alone: neither workers, ranks, batch size nor a resume
+    move it.
+
+    Args:
+        row: gives a row by its number.
+        part: the micro-batch's rows (none: it is all filler), the row that filler repeats, and the padded shape.
     """
-    parts = [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
-    parts += [[]] * (-len(parts) % world_size)
-    return parts[rank::world_size]
+    real, filler, shape = part
+    numbers = real or [filler]
+    rows = [row(number) for number in numbers]
+    if loader.augment:
+        draws = [np.random.default_rng([loader.augment_seed, epoch, number]) for number in numbers]
+        rows = [loader.augment(one, draw) for one, draw in zip(rows, draws, strict=True)]
+    return fill(loader.collate(rows, shape), loader.batch_size, len(real))
+
+
+def make_window(batches: list[Batch], rows: int, tokens: int, row_ids: list[int], last: bool) -> Window:
+    """Make a window of this rank's micro-batches; the ranks meet here, on the host, to count their targets.
+
+    Args:
+        rows: real rows, those of all ranks; ``tokens`` are theirs.
+        row_ids: this rank's own.
+    """
+    targets = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches if "labels" in batch)
+    return Window(batches, rows, tokens, int(distributed.sum_over_ranks([targets])[0]), row_ids, last)
+
+
+def loader_options(args: Namespace, train: bool) -> dict[str, Any]:
+    """What the shared flags say of a loader: shuffled windows to train on, rows in order to evaluate."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    options = {
+        "batch_size": args.per_device_train_batch_size if train else args.per_device_eval_batch_size,
+        "workers": args.dataloader_num_workers,
+        "pin_memory": args.non_blocking_data_copy and torch.accelerator.is_available(),
+        "augment_seed": seed if train else seed + 1,  # the rows of both have the same numbers
+    }
+    if train:
+        accumulation, drop_last = args.gradient_accumulation_steps, args.dataloader_drop_last
+        options |= {"accumulation": accumulation, "seed": seed, "drop_last": drop_last}
+    return options
+
+
+def read_ahead(source: Dataset, workers: int, pin_memory: bool) -> Iterator[Any]:
+    """Yield what ``source`` holds, in order, made ahead in worker processes if there are any."""
+    # The loader draws seeds for its workers: from a generator of its own, or the number of workers would move
+    # the global one and with it every dropout mask.
+    options = {"num_workers": workers, "pin_memory": pin_memory, "generator": torch.Generator().manual_seed(0)}
+    return iter(DataLoader(source, batch_size=None, **options))
 
 
 class MicroBatches(Dataset):
-    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any.
+    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any."""
 
-    Args:
-        parts: per micro-batch, its rows (none: it is all filler), the row that filler repeats, and the padded shape.
-    """
-
-    def __init__(self, loader: BatchLoader, parts: list[tuple[list[int], int, tuple[int, ...]]]) -> None:
-        self.loader, self.parts = loader, parts
+    def __init__(self, loader: BatchLoader, parts: list[Part], epoch: int) -> None:
+        self.loader, self.parts, self.epoch = loader, parts, epoch
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __getitem__(self, number: int) -> Batch:
-        real, filler, shape = self.parts[number]
-        rows = [self.loader.dataset[row] for row in real or [filler]]
-        return fill(self.loader.collate(rows, shape), self.loader.batch_size, len(real))
+        return make_batch(self.loader, self.loader.dataset.__getitem__, self.parts[number], self.epoch)
 
 
 class BatchLoader:
@@ -208,6 +163,8 @@ class BatchLoader:
         drop_last: leave an epoch's short window out.
         workers: processes that make batches ahead.
         pin_memory: page-locked batches, for copies that do not wait.
+        augment: returns a row changed at random, by the generator that it is given; the row itself it leaves as it is.
+        augment_seed: of those changes, which are new in each epoch.
 
     Raises:
         UserError: no window can be made.
@@ -216,7 +173,7 @@ class BatchLoader:
     def __init__(
         self,
         dataset: Any,
-        collate: Callable[[list[Any], tuple[int, ...]], Batch],
+        collate: Collate,
         lengths: Sequence[Sequence[int]],
         buckets: list[tuple[int, ...]],
         batch_size: int,
@@ -225,8 +182,11 @@ class BatchLoader:
         drop_last: bool = False,
         workers: int = 0,
         pin_memory: bool = False,
+        augment: Augment | None = None,
+        augment_seed: int = 0,
     ) -> None:
         self.dataset, self.collate, self.buckets = dataset, collate, buckets
+        self.augment, self.augment_seed = augment, augment_seed
         self.batch_size, self.accumulation, self.seed, self.drop_last = batch_size, accumulation, seed, drop_last
         self.workers, self.pin_memory = workers, pin_memory
         self.tokens_of_row = [sum(length) for length in lengths]
@@ -244,24 +204,18 @@ class BatchLoader:
         cls,
         args: Namespace,
         dataset: Any,
-        collate: Callable[[list[Any], tuple[int, ...]], Batch],
+        collate: Collate,
         lengths: Sequence[Sequence[int]],
         limits: Sequence[int],
         train: bool,
+        augment: Augment | None = None,
     ) -> BatchLoader:
-        """Make a loader as the shared flags say: shuffled windows to train on, rows in order to evaluate.
+        """Make a loader as the shared flags say, see `loader_options`; every evaluation draws the same changes.
 
         ``limits`` are the largest length per axis; with ``--pad_to_max_length`` every row is padded to it.
         """
-        seed = args.seed if args.data_seed is None else args.data_seed
         buckets = make_buckets(lengths, limits, 1 if args.pad_to_max_length else args.length_buckets)
-        batch_size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
-        pinned = args.non_blocking_data_copy and torch.accelerator.is_available()
-        options: dict[str, Any] = {"workers": args.dataloader_num_workers, "pin_memory": pinned}
-        if train:
-            accumulation, drop_last = args.gradient_accumulation_steps, args.dataloader_drop_last
-            options |= {"accumulation": accumulation, "seed": seed, "drop_last": drop_last}
-        return cls(dataset, collate, lengths, buckets, batch_size, **options)
+        return cls(dataset, collate, lengths, buckets, augment=augment, **loader_options(args, train))
 
     def order(self) -> dict[str, Any]:
         """What the rows' order depends on: a position in an epoch means the same rows only where this is equal."""
@@ -284,15 +238,9 @@ class BatchLoader:
             mine = share(rows, self.batch_size, distributed.rank(), distributed.world_size())
             parts += [(part, rows[0], self.buckets[bucket]) for part in mine]
             shares.append(mine)
-        # The loader draws seeds for its workers: from a generator of its own, or the number of workers would move
-        # the global one and with it every dropout mask.
-        options = {"num_workers": min(self.workers, len(parts)), "pin_memory": self.pin_memory}
-        generator = torch.Generator().manual_seed(0)
-        batches = iter(DataLoader(MicroBatches(self, parts), batch_size=None, generator=generator, **options))
+        batches = read_ahead(MicroBatches(self, parts, epoch), min(self.workers, len(parts)), self.pin_memory)
         for number, mine in enumerate(shares):
             rows = plan.windows[start + number]
             window = distributed.together(partial(list, islice(batches, len(mine))))  # a row that one rank cannot read
-            targets = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in window if "labels" in batch)
-            targets = int(distributed.sum_over_ranks([targets])[0])
             tokens, ids = sum(self.tokens_of_row[row] for row in rows), [row for part in mine for row in part]
-            yield Window(window, len(rows), tokens, targets, ids, number + 1 == len(shares))
+            yield make_window(window, len(rows), tokens, ids, number + 1 == len(shares))

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from core import checkpoint, distributed, optimizers, results, state
-from core.data import Batch, BatchLoader, Window
+from core.data import Batch, Window
 from core.errors import UserError, is_main_process, say, warn_once
 from core.run import Run
+from core.stream import Loader
 from core.throughput import FlopsByShape
 from core.tracking import Tracker, banner, profiler
 
@@ -38,18 +39,19 @@ class Engine:
         UserError: the flags or the checkpoint do not fit the model or the data.
     """
 
-    def __init__(self, run: Run, model: nn.Module, loader: BatchLoader) -> None:
+    def __init__(self, run: Run, model: nn.Module, loader: Loader) -> None:
         self.run, self.device, self.loader = run, run.device, loader
         self.args, self.autocast = run.args, run.autocast
         args = run.args
-        epochs = math.ceil(args.num_train_epochs * loader.windows_per_epoch)
-        self.total_steps = args.max_steps if args.max_steps > 0 else max(epochs, 1)
+        self.total_steps = args.max_steps if args.max_steps > 0 else self._steps_of_epochs()
         self.strategy = run.train(model, self.total_steps)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.schedule = self.strategy.schedule or optimizers.create_schedule(self.optimizer, args, self.total_steps)
         run.ledger.declare("train", len(loader.buckets))
         self.throughput = run.meter()
-        self.flops = FlopsByShape(args.gradient_checkpointing or self.device.has_step_boundaries)
+        sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.model.parameters()]
+        self.weights = sum(size for size, trained in sizes if trained)
+        self.flops = FlopsByShape(backward=2 if 2 * self.weights > sum(size for size, _ in sizes) else 1)
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
         # Of the steps since the last record. On the device: nothing waits for it until a record is written.
@@ -64,6 +66,11 @@ class Engine:
         self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
         self.tracker.store_init_configuration(results.describe_run(args)["arguments"])
 
+    def _steps_of_epochs(self) -> int:
+        if math.isinf(self.loader.windows_per_epoch):
+            raise UserError("data that is read as a stream needs --max_steps: where an epoch ends is not known before")
+        return max(math.ceil(self.args.num_train_epochs * self.loader.windows_per_epoch), 1)
+
     def _make_room(self) -> None:
         """Put away what another branch or an earlier run left in the folder: now that this one is sure to start."""
         if is_main_process() and self.run.resume_from:
@@ -75,7 +82,7 @@ class Engine:
         """The start banner's lines: what will run, in numbers that a change of devices would change."""
         args, world = self.args, distributed.world_size()
         batch, windows = (args.per_device_train_batch_size, args.gradient_accumulation_steps, world), self.loader
-        weights = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
+        epoch = "" if math.isinf(windows.windows_per_epoch) else f" ({windows.windows_per_epoch} an epoch)"
         rate = f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type}"
         return {
             "device": f"{self.device.name} x {world}",
@@ -84,9 +91,9 @@ class Engine:
             "distribution": self.run.distribution(),
             "global batch": f"{math.prod(batch)} rows ({' x '.join(map(str, batch))})",
             "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
-            "optimiser steps": f"{self.total_steps} ({windows.windows_per_epoch} an epoch)",
+            "optimiser steps": f"{self.total_steps}{epoch}",
             "optimiser": f"{type(self.optimizer).__name__}, {rate}",
-            "parameters": f"{weights:,}",
+            "parameters": f"{self.weights:,}",
             "output folder": self.run.output_dir,
             "resumed from": f"{self.run.resume_from} at step {self.step_count}" if self.run.resume_from else None,
         }
@@ -155,14 +162,22 @@ class Engine:
     def due(self, what: str) -> bool:
         """Whether ``log``, ``eval`` or ``save`` is to happen after this step."""
         args, last = self.args, self.step_count == self.total_steps
-        if what == "log":
-            first = self.step_count == 1 and args.logging_first_step
-            return self.step_count % args.logging_steps == 0 or last or first
-        strategy = args.eval_strategy if what == "eval" else args.save_strategy
-        every = (args.eval_steps or args.logging_steps) if what == "eval" else args.save_steps
+        strategy, every = {
+            "log": (args.logging_strategy, args.logging_steps),
+            "eval": (args.eval_strategy, args.eval_steps or args.logging_steps),
+            "save": (args.save_strategy, args.save_steps),
+        }[what]
+        if what == "log" and (last or (self.step_count == 1 and args.logging_first_step)):
+            return True
+        if what == "eval" and (self.step_count if strategy == "steps" else self.epochs_done()) < args.eval_delay:
+            return False
         if strategy == "epoch":
             return self._epoch_ended or last
         return strategy == "steps" and (self.step_count % every == 0 or last)
+
+    def epochs_done(self) -> float:
+        """Epochs and the part of the one that has begun; of a stream's first one, no part is known."""
+        return self.epoch + self.position / self.loader.windows_per_epoch
 
     def log(self) -> None:
         """Write one record: loss per token since the last, learning rate, norm before clipping, memory, throughput."""
@@ -173,7 +188,7 @@ class Engine:
                 "learning_rate": self.schedule.get_last_lr()[0],
                 "grad_norm": norm,
                 "grad_clipped": int(bool(limit) and norm > limit),
-                "epoch": round(self.epoch + self.position / self.loader.windows_per_epoch, 4),
+                "epoch": round(self.epochs_done(), 4),
                 "samples_per_second": self.throughput.recent_rate(),
                 **self.run.memory.record(),
             }
@@ -208,7 +223,7 @@ class Engine:
         if name not in metrics:
             raise UserError(f"--metric_for_best_model: no metric {name!r}; there are: {', '.join(sorted(metrics))}")
         greater = self.args.greater_is_better
-        sign = 1 if (greater if greater is not None else not name.endswith("loss")) else -1
+        sign = 1 if (greater if greater is not None else not name.endswith(("loss", "perplexity"))) else -1
         self.tracker.log(metrics, self.step_count)
         if math.isfinite(metrics[name]) and (not self.best or sign * metrics[name] > sign * self.best["value"]):
             self.best = {"metric": name, "value": metrics[name], "step": self.step_count}
@@ -223,7 +238,7 @@ class Engine:
             return {}
         metrics = {
             "train_loss": (self.total["loss"] + self.loss_so_far()) / max(targets, 1),
-            "epoch": self.epoch + self.position / self.loader.windows_per_epoch,
+            "epoch": self.epochs_done(),
             "train_steps": self.step_count,
             **self.throughput.metrics("train"),
         }
@@ -250,6 +265,8 @@ class Engine:
     def _write(self, main: checkpoint.OnMain, folder: Path, loss: float, companions: tuple[Any, ...]) -> None:
         self.run.write_model(main, folder, *companions)
         progress = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
+        windows = self.loader.windows_per_epoch
+        progress |= {"epoch_ended": self._epoch_ended, "windows_per_epoch": None if math.isinf(windows) else windows}
         progress["since_record"] = {"loss": loss, "targets": self.targets}
         own = float(self.loss_sum)
         state.save_training(folder, self.strategy, self.schedule, self.device, progress, own, main)
@@ -270,8 +287,10 @@ class Engine:
             )
         for name in PROGRESS:
             setattr(self, name, saved[name])
+        if math.isinf(self.loader.windows_per_epoch) and not differing:  # a stream, whose end has been seen or not
+            self.loader.windows_per_epoch = saved["windows_per_epoch"] or math.inf
         if self.args.ignore_data_skip:
-            self.epoch, self.position = self.epoch + (self.position == self.loader.windows_per_epoch), 0
+            self.epoch, self.position = self.epoch + saved.get("epoch_ended", False), 0
         at, loss = distributed.rank(), saved["since_record"]["loss"]
         same = len(own) == distributed.world_size()
         self.loss_sum.fill_(own[at] if same else loss if at == 0 else 0.0)

@@ -6,17 +6,19 @@ import argparse
 import shutil
 from pathlib import Path
 
-from core import checkpoint
+from core import adapters, checkpoint
 from core.errors import UserError, exit_with_one_line, say
 
 # What only goes on with training needs. Everything else is the model: weights, configuration, tokenizer, processor.
 TRAINING = ("checkpoint.json", "state.json", "rank-*.json", "rng.safetensors", "optimizer*.safetensors")
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", adapters.WEIGHTS)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
     """Write a checkpoint's model, of any strategy and number of devices, as ``from_pretrained`` loads it.
+
+    Of a model with adapters that is the adapter, which ``peft.PeftModel.from_pretrained`` loads into its base.
 
     Args:
         source: a checkpoint folder, whose checksums are verified.
@@ -42,7 +44,8 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
 
     from core.state import TensorFiles, note_dtype
 
-    saved = TensorFiles(*sorted(source.glob(WEIGHTS[0])))
+    adapted = (source / adapters.WEIGHTS).exists()
+    saved = TensorFiles(*sorted(source.glob(adapters.WEIGHTS if adapted else WEIGHTS[0])))
     wanted = getattr(torch, DTYPES[dtype])
     weights = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in saved.items()}
     half = folder.with_name(f".{folder.name}.half")
@@ -52,7 +55,8 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
         skipped = {path for pattern in (*TRAINING, *WEIGHTS) for path in source.glob(pattern)}
         for path in set(source.iterdir()) - skipped:
             shutil.copy2(path, half) if path.is_file() else shutil.copytree(path, half / path.name)
-        save_torch_state_dict(weights, half, metadata={"format": "pt"})
+        pattern = "adapter_model{suffix}.safetensors" if adapted else "model{suffix}.safetensors"
+        save_torch_state_dict(weights, half, filename_pattern=pattern, metadata={"format": "pt"})
         note_dtype(half, wanted)
         half.replace(folder)  # an empty folder of that name gives way
     except (OSError, SafetensorError) as error:

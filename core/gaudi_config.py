@@ -45,7 +45,8 @@ class GaudiConfig:
     def from_pretrained(cls, name: str | os.PathLike | None) -> GaudiConfig:
         """Load by path of a file, path of a folder that holds ``gaudi_config.json``, bare name, or published name.
 
-        ``t5`` and ``Habana/t5`` both mean ``gaudi_configs/t5.json`` of this repository; None means the defaults.
+        ``t5`` and ``Habana/t5`` both mean ``gaudi_configs/t5.json`` of this repository; None means the defaults. A
+        published name means its family's file: ``Habana/bert-base-uncased`` that of ``bert``.
 
         Raises:
             UserError: nothing is found, or the file has an unknown key or a value of the wrong type.
@@ -78,12 +79,14 @@ def find(name: str) -> Path:
     """Return the file that ``name`` means; see `GaudiConfig.from_pretrained`."""
     if os.path.isfile(name):
         return Path(name)
-    if os.path.isdir(name):
-        return Path(name) / FILE_NAME
+    own, shipped_too = os.path.join(name, FILE_NAME), os.path.isfile(CONFIGS_DIR / f"{name}.json")
+    if os.path.isdir(name) and (os.path.isfile(own) or not shipped_too):  # a model's folder may have a family's name
+        return Path(own)
     is_file_name = name.endswith(".json")
-    shipped = find_shipped(
-        name if is_file_name else name.removeprefix("Habana/").replace("-", "_"), CONFIGS_DIR, "--gaudi_config"
-    )
-    if name.startswith("Habana/") and not is_file_name:
-        say(f"gaudi_config: {name} is read from gaudi_configs/{shipped.name} (the published repository is not fetched)")
+    bare = name if is_file_name else name.removeprefix("Habana/").replace("-", "_")
+    if is_file_name or not name.startswith("Habana/"):
+        return find_shipped(bare, CONFIGS_DIR, "--gaudi_config")
+    families = [file.stem for file in CONFIGS_DIR.glob("*.json") if f"{bare}_".startswith(f"{file.stem}_")]
+    shipped = find_shipped(max(families, key=len, default=bare), CONFIGS_DIR, "--gaudi_config")
+    say(f"gaudi_config: {name} is read from gaudi_configs/{shipped.name} (the published repository is not fetched)")
     return shipped

@@ -6,7 +6,6 @@ import contextlib
 import glob
 import os
 import threading
-import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +14,48 @@ from pathlib import Path
 from typing import Any
 
 from core.arguments import flag
-from core.errors import UserError, warn_once
+from core.errors import UserError, did_you_mean, warn_once
 
 SECONDS = 1.8
+# What names a model or data: a recipe without any of them builds and reads its own.
+NAMED = (
+    "model_name_or_path", "model_type", "config_name", "dataset_name", "train_file", "validation_file", "test_file",
+)  # fmt: skip
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass
 class HubArguments:
-    """Where named models and data come from."""
+    """Which named models and data, where they come from, and how rows are prepared."""
 
-    _argument_group_name = "hub"
+    _argument_group_name = "hub: models and data by name or path"
+    config_name: str | None = flag(None, "configuration, if it is not the model's")
+    tokenizer_name: str | None = flag(None, "tokenizer, if it is not the model's")
+    dataset_name: str | None = flag(None, "a hub's data set or a folder (default: data that every machine has)")
+    dataset_config_name: str | None = flag(None, "its configuration", aliases=["--dataset_config"])
+    train_file: str | None = flag(None, "csv, json, jsonl or parquet (also txt, where rows are texts)")
+    validation_file: str | None = flag(None, "csv, json, jsonl or parquet")
+    test_file: str | None = flag(None, "csv, json, jsonl or parquet")
+    preprocessing_num_workers: int | None = flag(None, "processes that tokenize")
+    overwrite_cache: bool = flag(False, "tokenize again although it is cached")
     cache_dir: str | None = flag(None, "where downloads are kept")
     model_revision: str = flag("main", "branch, tag or commit of the model")
     token: str | None = flag(None, "access token (default: the one stored by hf auth login)")
     trust_remote_code: bool = flag(False, "run code that the model's repository brings")
+    low_cpu_mem_usage: bool = flag(False, "has no effect: weights are always read straight into the model")
+    use_fast_tokenizer: bool = flag(True, "has no effect: a fast tokenizer is used wherever there is one")
+    use_fused_rope: bool = flag(True, "has no effect: rotary embeddings are transformers' own")
+
+
+@dataclass
+class LoraArguments:
+    """Which low-rank adapters are trained, in place of the model's own weights."""
+
+    _argument_group_name = "LoRA"
+    lora_rank: int | None = flag(None, "train adapters of this rank, and nothing else")
+    lora_alpha: float = flag(16.0, "adapters are scaled by alpha / rank")
+    lora_dropout: float = flag(0.05, "share of an adapter's input that is dropped in training")
+    lora_target_modules: list[str] | None = flag(None, "the adapted layers, e.g. q_proj v_proj", nargs="+")
 
 
 def is_local(name: str | None) -> bool:
@@ -78,6 +104,9 @@ def loading(what: str, *names: str | None) -> Iterator[None]:
         UserError: the block raised anything: the libraries have many kinds of errors for a name that does not exist,
             a hub that does not answer and a file that is broken.
     """
+    for name in names:
+        if name and name.startswith(("/", "./", "../", "~")) and not os.path.exists(name):
+            raise UserError(f"{what} cannot be loaded: there is no {name}; give a folder, or a hub's name")
     online = go_offline_if_unreachable(*names)
     try:
         yield
@@ -86,7 +115,7 @@ def loading(what: str, *names: str | None) -> Iterator[None]:
     except Exception as error:
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         hint = "" if online else "; the hub was not reachable, and it is not in the cache"
-        raise UserError(f"{what} cannot be loaded: {reason}{hint}") from error
+        raise UserError(f"{what} cannot be loaded: {reason[:500]}{hint}") from error
 
 
 def model_options(args: Namespace) -> dict[str, Any]:
@@ -95,79 +124,123 @@ def model_options(args: Namespace) -> dict[str, Any]:
     return {key: getattr(args, name) for key, name in names.items()} | {"trust_remote_code": args.trust_remote_code}
 
 
-def load_splits(args: Namespace, files: dict[str, str | None]) -> dict[str, Any]:
+def load_config(args: Namespace) -> Any:
+    """Load the configuration that ``args`` name, or a model type's own; None if they name neither it nor a model.
+
+    Raises:
+        UserError: there is no such model type.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    name = args.config_name or args.model_name_or_path
+    if name is None and args.model_type not in (None, *CONFIG_MAPPING):
+        raise UserError(f"--model_type: there is no {args.model_type!r}{did_you_mean(args.model_type, CONFIG_MAPPING)}")
+    if name is None:
+        return AutoConfig.for_model(args.model_type) if args.model_type else None
+    return AutoConfig.from_pretrained(name, **model_options(args))
+
+
+def load_splits(
+    args: Namespace, files: dict[str, str | None], text: dict[str, Any] | None = None, streaming: bool = False
+) -> dict[str, Any]:
     """Load ``args.dataset_name``, a hub's data set or a folder, or one file per split.
 
     Args:
         args: with ``dataset_name``, ``dataset_config_name``, ``cache_dir`` and ``token``.
         files: path by split; None where a split has none.
+        text: how .txt files are read (options of datasets' text loader); None takes none.
+        streaming: read rows as they are asked for, instead of all at first.
 
     Returns:
-        ``datasets.Dataset`` by split.
+        ``datasets.Dataset`` by split, or ``datasets.IterableDataset``.
 
     Raises:
         UserError: a file is missing, empty or broken, or the data set cannot be had.
     """
-    name, cache = args.dataset_name, args.cache_dir
+    name, options = args.dataset_name, {"cache_dir": args.cache_dir, "streaming": streaming}
+    readers = READERS if text is None else READERS | {".txt": "text"}
     files = {split: path for split, path in files.items() if path}
     if name and files:
         raise UserError(f"--dataset_name {name} and --{next(iter(files))}_file exclude each other; give one")
     for split, path in files.items():
         if not Path(path).is_file() or Path(path).stat().st_size == 0:
             raise UserError(f"--{split}_file: {path} {'is empty' if Path(path).is_file() else 'does not exist'}")
-        if Path(path).suffix not in READERS:
-            raise UserError(f"--{split}_file: {path} must end in {', '.join(READERS)}")
+        if Path(path).suffix not in readers:
+            raise UserError(f"--{split}_file: {path} must end in {', '.join(readers)}")
     from datasets import load_dataset
 
     if name:
         with loading(f"--dataset_name {name}", name):
-            return dict(load_dataset(name, args.dataset_config_name, cache_dir=cache, token=args.token))
+            return dict(load_dataset(name, args.dataset_config_name, token=args.token, **options))
     splits = {}
     for split, path in files.items():
-        with loading(f"--{split}_file: {path}"):
-            splits[split] = load_dataset(
-                READERS[Path(path).suffix], data_files={split: glob.escape(path)}, cache_dir=cache
-            )[split]
+        kind = readers[Path(path).suffix]
+        how = options | (text if kind == "text" else {})
+        with loading(f"--{split}_file: {path}"), _utf8(path, kind, at_once=streaming or kind == "json"):
+            splits[split] = load_dataset(kind, data_files={split: glob.escape(path)}, **how)[split]
+        if kind == "text" and not text["keep_linebreaks"]:  # the reader heeds it for rows that are lines
+            splits[split] = splits[split].map(lambda row: {"text": row["text"].replace("\n", " ")})
     return splits
 
 
-def map_rows(rows: Any, encode: Any, args: Namespace) -> Any:
-    """``rows.map(encode)`` in batches, in place of all columns; once per machine, where the rows are in files.
+@contextmanager
+def _utf8(path: str, kind: str, at_once: bool) -> Iterator[None]:
+    """Where reading fails because the file is not UTF-8, say in which line: the libraries do not know it.
 
-    The first of a machine's processes that comes works, the others find its file in the cache. No collective waits
-    meanwhile, so it may take as long as it takes. All ranks call it.
-
-    Args:
-        rows: ``datasets.Dataset``.
-        encode: from a batch of columns to one of new columns; what it refers to is part of the cache's key.
-        args: with ``preprocessing_num_workers`` and ``overwrite_cache``.
+    ``at_once`` looks beforehand: JSON's reader leaves texts unchecked, and a stream fails in the midst of a training.
     """
-    from core.distributed import on_main, once_per_machine
+    try:
+        if at_once:
+            _look_for_other_bytes(path, kind)
+        yield
+    except UserError:
+        raise
+    except Exception:
+        _look_for_other_bytes(path, kind)
+        raise
 
-    # "Anew" is another key for all ranks: a rank that came first would else go on with what was there.
-    key = on_main(lambda: uuid.uuid4().hex[:16]) if args.overwrite_cache else None
-    with once_per_machine() if rows.cache_files else contextlib.nullcontext():
-        return rows.map(
-            encode,
-            batched=True,
-            remove_columns=rows.column_names,
-            num_proc=args.preprocessing_num_workers,
-            new_fingerprint=key,
-            desc="tokenize",
-        )
+
+def _look_for_other_bytes(path: str, kind: str) -> None:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file if kind != "parquet" else (), start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                where = f"{path}, line {number}, byte {error.start}"
+                raise UserError(f"{where}: {error.reason}: this is not UTF-8; convert the file") from None
+
+
+def _positions(model: Any) -> int | None:
+    """The tokens that a row may have; None where positions are not counted."""
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    unused = getattr(table, "padding_idx", None)  # models that number positions from the padding's row on
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions if unused is None or positions is None else positions - unused - 1
+
+
+def choose_length(model: Any, tokenizer: Any, asked: int | None) -> int:
+    """Return how many tokens a row has: those asked for, else what tokenizer and model allow, but not over 1,024."""
+    positions, most = _positions(model) or 1024, tokenizer.model_max_length
+    if asked and asked > most:
+        warn_once(f"{asked} tokens a row: the tokenizer's limit is {most}, which is used")
+        return most
+    return asked or (most if most <= positions else min(1024, positions))
 
 
 def fit(model: Any, tokenizer: Any, longest: int) -> None:
     """Make a model of transformers and its tokenizer fit: embeddings for every token, padding, enough positions.
 
+    A tokenizer without a padding token pads with its end token: padding bears no loss, whatever it is.
+
     Raises:
         UserError: the tokenizer cannot pad, or ``longest`` tokens are more than the model has positions for.
     """
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise UserError("the tokenizer has no padding token; name one that has, with --tokenizer_name")
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # not the weight's shape, which ZeRO-3 takes away
         model.resize_token_embeddings(len(tokenizer))
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = _positions(model)
     if positions and longest > positions:
         raise UserError(
             f"the model has {positions} positions, the longest row may have {longest} tokens; shorten the rows"

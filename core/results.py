@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "hab
 # What a run leaves in its folder; nothing else is ever removed from it.
 LEFTOVERS = (
     "checkpoint-*", ".checkpoint-*", "abandoned-checkpoint-*", "*_results.json", "generated_predictions.txt",
-    "model*.safetensors", "loss_curve.png", "logs", "profile",
+    "model*.safetensors", "adapter/adapter_*", "loss_curve.png", "logs", "profile",
 )  # fmt: skip
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
 SECRET = re.compile(r"(?i)secret|passw|credential|(api|access)_?key|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)")
@@ -33,6 +33,8 @@ ABOUT_FIGURE = (
     "metric", "value", "status", "source", "pass_rule", "historical", "note", "distribution",
     "device", "world_size", "batch_size", "model", "data", "precision", "execution",
 )  # fmt: skip
+# Flags that no run here follows, with what it does instead: a figure that was made with one is not comparable.
+INSTEAD = {"fp8": "bf16", "fsdp": "ZeRO-3", "context_parallel_size": "whole sequences"}
 
 
 def claim_output_dir(args: Namespace, name: str) -> Path:
@@ -230,14 +232,15 @@ def differences(figure: Mapping, run: Mapping) -> list[str]:
     """Return what keeps ``run`` from being compared with a published figure, each as ``name: this, not that``."""
     device = run["device"] if isinstance(run.get("device"), Mapping) else {"name": run.get("device")}
     facts = {"world_size": 1, **run.get("arguments", {}), **run, **device, "device": device.get("name")}
-    phase = figure["metric"].partition("_")[0]
+    prefix = figure["metric"].partition("_")[0]
+    phase = prefix if prefix in ("train", "predict") else "eval"  # perplexity has no prefix
     trains = phase != "predict" and facts.get("do_train", True)
     data = facts.get("dataset_name") or facts.get("train_file") or "this machine's own"
     here = {
         "device": str(facts["device"]),
         "world_size": facts["world_size"],
         "batch_size": facts.get("per_device_train_batch_size" if trains else "per_device_eval_batch_size"),
-        "model": facts.get("model_name_or_path") or "built here",
+        "model": facts.get("model_name_or_path") or _from_scratch(facts) or "built here",
         "data": f"{data} {facts.get('dataset_config_name') or ''}".strip(),
         "precision": facts.get("precision") or ("bf16" if facts.get("bf16") else "fp32"),
         "execution": facts.get("execution_mode", "unknown"),
@@ -246,8 +249,14 @@ def differences(figure: Mapping, run: Mapping) -> list[str]:
     limits = ("max_steps", "max_train_samples", f"max_{phase}_samples") if trains else (f"max_{phase}_samples",)
     flags = dict.fromkeys(limits) | {name: value for name, value in figure.items() if name not in ABOUT_FIGURE}
     there = {name: figure[name] for name in here if name in figure} | flags
-    here |= {name: facts.get(name) for name in flags}
+    here |= {name: INSTEAD.get(name, facts.get(name)) for name in flags}
     return [f"{name}: {here[name]}, not {there[name]}" for name in there if not _agree(name, here[name], there[name])]
+
+
+def _from_scratch(facts: Mapping) -> str:
+    """Name a model of new weights by its published configuration; its changes make it another model."""
+    named = [facts.get("config_name"), facts.get("config_overrides"), "(from scratch)"]
+    return " ".join(filter(None, named)) if named[0] else ""
 
 
 def _agree(name: str, here: Any, there: Any) -> bool:
@@ -256,7 +265,7 @@ def _agree(name: str, here: Any, there: Any) -> bool:
         return parts >= set(re.findall(r"[a-z0-9]+", there))
     if name in ("model", "data"):  # the hub has put owners before some names since; a figure may not say a version
         words, wanted = (text.rpartition("/")[2].lower().split() for text in (here, there))
-        return words[: len(wanted)] == wanted
+        return (words if name == "model" else words[: len(wanted)]) == wanted
     if name in ("precision", "execution"):
         return here.split()[0] == there.split()[0]
     return (None if here == -1 else here) == there

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from core import checkpoint, deepspeed_config, distributed, graphs, optimizers, results, state, strategies
-from core.data import Batch, BatchLoader
+from core import adapters, checkpoint, deepspeed_config, distributed, graphs, optimizers, results, state, strategies
+from core.data import Batch
 from core.device import select_device
 from core.errors import UserError, is_main_process, say, warn_once
 from core.gaudi_config import GaudiConfig
@@ -24,6 +24,7 @@ from core.gradients import broadcast_buffers
 from core.memory import MemoryTracker
 from core.mixed_precision import effective_op_lists, resolve_precision
 from core.strategies import Replicated
+from core.stream import Loader
 from core.throughput import Throughput
 from core.tracking import banner, tracker_names
 from core.zero import Zero, announce
@@ -170,7 +171,7 @@ class Run:
         return self._inference_model
 
     def evaluate(
-        self, loader: BatchLoader, forward: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]], phase: str
+        self, loader: Loader, forward: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]], phase: str
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Run ``forward`` over a whole data set: every row counts once, at any batch size and on any number of ranks.
 
@@ -219,19 +220,27 @@ class Run:
     def save_model(self, folder: Path, *companions: Any) -> None:
         """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor).
 
+        Adapters are merged into the weights, and are in ``adapter/`` by themselves.
+
         Raises:
             UserError: a file cannot be written; all ranks raise it.
         """
         main = checkpoint.OnMain()
-        self.write_model(main, folder, *companions)
+        self.write_model(main, folder, *companions, merge=True)
         main.agree(f"{folder}: the model cannot be written: {{}}")
 
-    def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any) -> None:
-        """The same through ``main``, which tells of a failure later. All ranks call it."""
+    def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any, merge: bool = False) -> None:
+        """The same through ``main``, which tells of a failure later; not ``merge``: adapters alone. For all ranks."""
         if self._strategy:
             broadcast_buffers(self.model)  # such as running statistics: rank 0's are what is saved
-        weights = self._strategy.weights() if self._strategy else None
-        main(state.save_model, self.model, folder, weights)
+        adapted = adapters.has_adapters(self.model)
+        only = adapters.names(self.model) if adapted and not merge else None
+        weights = self._strategy.weights(only) if self._strategy else None
+        if adapted:
+            main(adapters.save, self.model, folder / "adapter" if merge else folder, weights)
+        if merge or not adapted:
+            plain = adapters.merged if adapted else lambda model, weights: weights
+            main(lambda: state.save_model(self.model, folder, plain(self.model, weights)))
         for companion in (self.gaudi_config, *companions):
             main(companion.save_pretrained, folder)
 

@@ -2,14 +2,15 @@
 
 The standard library and the distributions that this project requires carry tens of thousands of docstrings written by
 people, each beside the code it describes. Which rows there are depends on the installed versions. Only the standard
-library is imported: this file is also the script of `documented_code`'s processes (a fork would copy a parent with
-threads, ``multiprocessing``'s spawn would import the parent's main module, and torch with it).
+library is imported: the processes that read the sources start from here (a fork would copy a parent with threads,
+``multiprocessing``'s spawn would import the parent's main module, and torch with it).
 """
 
 from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import importlib.util
 import inspect
 import json
@@ -21,12 +22,14 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from core.errors import is_main_process, say
 
 # What the requirements bring in, also through torch (sympy, networkx), datasets (pandas) and the metrics (nltk). Not
 # torch and transformers themselves: to read them takes longer than all of these together.
@@ -110,6 +113,19 @@ def split_docstring(docstring: str) -> tuple[str, str]:
     return summary, description if len(description.split()) >= 4 else ""
 
 
+def parse(source: str) -> list[ast.AST]:
+    """Return the module, its classes and their functions; [] when ``source`` is not Python, or has no docstring."""
+    if '"""' not in source and "'''" not in source:  # parsing takes most of the time
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [tree, *_nodes(tree.body)]
+
+
 def _nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -120,16 +136,8 @@ def _nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def read_source(source: str, package: str, path: str) -> list[DocumentedObject]:
     """Return the documented objects of one file's text, in its order; [] when it is not valid Python."""
-    if '"""' not in source and "'''" not in source:  # parsing takes most of the time
-        return []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
     found, lines, module = [], source.split("\n"), Path(path.removesuffix("/__init__.py")).stem
-    for node in (tree, *_nodes(tree.body)):
+    for node in parse(source):
         summary, description = split_docstring(ast.get_docstring(node, clean=False) or "")
         if summary:
             kind = {"Module": "module", "ClassDef": "class"}.get(type(node).__name__, "function")
@@ -139,6 +147,11 @@ def read_source(source: str, package: str, path: str) -> list[DocumentedObject]:
             name = getattr(node, "name", module)
             found.append(DocumentedObject(package, path, name, kind, summary, description, code))
     return found
+
+
+def source_files(packages: Sequence[str] | None = None) -> list[tuple[str, str, str]]:
+    """Return (package, path, file) of the source files of packages, of each sorted; None means ``DEFAULT_PACKAGES``."""
+    return [file for package in dict.fromkeys(packages or DEFAULT_PACKAGES) for file in _files(package)]
 
 
 def _files(package: str) -> list[tuple[str, str, str]]:
@@ -155,18 +168,39 @@ def _files(package: str) -> list[tuple[str, str, str]]:
     return sorted(found)
 
 
-def _read(files: list[tuple[str, str, str]]) -> Iterator[list[DocumentedObject]]:
-    for package, path, file in files:
+def read_sources(files: list[tuple[str, str, str]], reader: Callable[[str, str, str], list]) -> list[list]:
+    """Return what ``reader(source, package, path)`` finds in each file, [] where a file cannot be read.
+
+    Args:
+        files: (package, path, file) of each.
+        reader: a function of a module that imports the standard library and `core` alone: it runs in processes of its
+            own. Its rows go through JSON, a data class as a list of its fields.
+    """
+    workers = max(1, min(os.cpu_count() or 1, 16, len(files) // 50))
+    # -I, and core's folder as the last one: nothing there shadows a module of the standard library.
+    code = "import sys; sys.path.append(sys.argv[1]); import core.sample_data as data; data.serve(*sys.argv[2:])"
+    where = [str(Path(__file__).parents[1]), reader.__module__, reader.__name__]
+
+    def work(part: list[tuple[str, str, str]]) -> list[list]:
+        command = [sys.executable, "-I", "-S", "-c", code, *where]
+        done = subprocess.run(command, input=json.dumps(part).encode(), stdout=subprocess.PIPE, check=True)
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(workers) as pool:  # each thread waits for its process
+        parts = list(pool.map(work, [files[number::workers] for number in range(workers)]))
+    return [parts[number % workers][number // workers] for number in range(len(files))]
+
+
+def serve(module: str, name: str) -> None:
+    """Be a process of `read_sources`: files come in on stdin, their rows go out on stdout."""
+    gc.disable()  # syntax trees are large and have no cycles
+    reader, found = getattr(importlib.import_module(module), name), []
+    for package, path, file in json.load(sys.stdin):
         try:
-            yield read_source(Path(file).read_text(encoding="utf-8"), package, path)
+            found.append(reader(Path(file).read_text(encoding="utf-8"), package, path))
         except (OSError, UnicodeDecodeError):
-            yield []
-
-
-def _read_elsewhere(files: list[tuple[str, str, str]]) -> list[list[DocumentedObject]]:
-    command = [sys.executable, "-I", "-S", __file__]  # -I: the modules beside this file shadow no others
-    done = subprocess.run(command, input=json.dumps(files).encode(), stdout=subprocess.PIPE, check=True)
-    return [[DocumentedObject(*row) for row in rows] for rows in json.loads(done.stdout)]
+            found.append([])
+    json.dump(found, sys.stdout, default=astuple)
 
 
 def documented_code(packages: Sequence[str] | None = None) -> list[DocumentedObject]:
@@ -178,13 +212,8 @@ def documented_code(packages: Sequence[str] | None = None) -> list[DocumentedObj
     Args:
         packages: "stdlib" and names of top-level packages; None means ``DEFAULT_PACKAGES``.
     """
-    files = [file for package in dict.fromkeys(packages or DEFAULT_PACKAGES) for file in _files(package)]
-    workers = max(1, min(os.cpu_count() or 1, 16, len(files) // 50))
-    read = _read_elsewhere if workers > 1 else _read
-    with ThreadPoolExecutor(workers) as pool:  # each thread waits for its process
-        parts = [list(part) for part in pool.map(read, [files[number::workers] for number in range(workers)])]
     kept, seen = [], set()
-    for row in (row for number in range(len(files)) for row in parts[number % workers][number // workers]):
+    for row in (DocumentedObject(*row) for rows in read_sources(source_files(packages), read_source) for row in rows):
         keys = {row.summary.rstrip(".").lower(), "\n" + (row.description or row.code)}
         if "\n" not in keys and not keys & seen:
             kept.append(row)
@@ -213,8 +242,6 @@ def write_splits(rows: Iterable[tuple[str, dict[str, Any]]], folder: Path) -> di
     Returns:
         The rows of ``train``, ``validation`` and ``test``.
     """
-    from core.errors import is_main_process, say  # here, because this file also runs as a script
-
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
     for key, row in rows:
         splits[stable_split(key)].append(row)
@@ -253,8 +280,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **special))
     bpe.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-
-
-if __name__ == "__main__":
-    gc.disable()  # syntax trees are large and have no cycles
-    json.dump([[astuple(row) for row in rows] for rows in _read(json.load(sys.stdin))], sys.stdout)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from core import distributed
+from core import adapters, distributed
 from core.checkpoint import OnMain
 from core.device import Device
 from core.errors import UserError, is_main_process, read_json_object
@@ -62,13 +62,18 @@ def load_model(
 ) -> None:
     """Copy saved weights into ``model`` in place; names that share storage are filled by the one that was written.
 
+    Of a model with adapters these alone are saved: the frozen weights are those of the model that was loaded.
+
     Args:
         put: sets a parameter or buffer (first) to a whole tensor, where a rank holds a share only.
 
     Raises:
-        UserError: a weight is missing, unknown or of another shape.
+        UserError: a weight is missing, unknown or of another shape, or one of the two has adapters.
     """
-    saved, own = TensorFiles(*sorted(folder.glob("model*.safetensors"))), model.state_dict(keep_vars=True)
+    adapters.check(model, folder)
+    adapted = adapters.has_adapters(model)
+    saved = TensorFiles(*sorted(folder.glob(adapters.WEIGHTS if adapted else "model*.safetensors")))
+    own = adapters.in_file(model) if adapted else model.state_dict(keep_vars=True)
     places = {_place(own[name]) for name in saved.keys() & own.keys()}
     missing = [name for name, tensor in own.items() if name not in saved and _place(tensor) not in places]
     unknown = sorted(saved.keys() - own.keys())

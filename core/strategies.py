@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -167,7 +167,7 @@ class Replicated:
         self.module.zero_grad(set_to_none=self.forget)
         return norm
 
-    def weights(self) -> None:
+    def weights(self, only: Collection[str] | None = None) -> None:
         """Rank 0's module has them all."""
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -233,27 +233,28 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
 class FlopsByShape:
     """FLOPs of a micro-batch by its shape: the first of each shape is counted while it runs.
 
+    Only the forward pass is: watched, autograd adds gradients up in another order, and a run that goes on from a
+    checkpoint, where other micro-batches are the first, would end with other weights.
+
     Args:
-        forward_only: backward runs unwatched and costs twice the forward. For gradient checkpointing (what it computes
-            again is no progress), and for devices that compile whole steps: watched, autograd adds gradients up out
-            of place, which is another graph.
+        backward: what the backward pass costs, in forward passes: 2, or 1 where most weights are frozen and only
+            gradients of activations pass through their layers.
     """
 
-    def __init__(self, forward_only: bool) -> None:
-        self.forward_only, self.known = forward_only, {}
+    def __init__(self, backward: int = 2) -> None:
+        self.backward, self.known = backward, {}
         self._watching = ExitStack()
         self._counter: FlopCounter | None = None
 
     @contextmanager
     def counting(self, shape: Any) -> Iterator[None]:
-        """Count this block, forward and backward, as what a micro-batch of this shape costs."""
+        """Count this block's forward pass, which `forward_ends` ends, for a micro-batch of this shape."""
         with self._watching:
             self._counter = self._watching.enter_context(FlopCounter())
             yield
         total, self._counter = self._counter.total, None
-        self.known[shape] = total and (3 * total if self.forward_only else total)
+        self.known[shape] = total and (1 + self.backward) * total
 
     def forward_ends(self) -> None:
         """Say that backward comes next."""
-        if self.forward_only:
-            self._watching.close()
+        self._watching.close()

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -88,18 +88,24 @@ class Zero:
         self.model.step()
         return torch.as_tensor(self.model.get_global_grad_norm())
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Gather all weights on rank 0's host, trained ones in fp32; the others get none. All ranks call it."""
+    def weights(self, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Gather weights on rank 0's host, trained ones in fp32; the other ranks get none. All ranks call it.
+
+        Args:
+            only: names of the parameters that are needed; None for the whole model, buffers included.
+        """
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
-        weights, parameters = {}, dict(self.module.named_parameters())
-        for name, parameter in parameters.items():
+        weights = {}
+        for name, parameter in self.module.named_parameters():
+            if only is not None and name not in only:
+                continue
             full = safe_get_full_fp32_param(parameter) if self.optimizer and parameter.requires_grad else None
             with GatheredParameters([parameter], enabled=full is None and self.stage == 3):
                 if is_main_process():
                     weights[name] = (parameter if full is None else full).detach().cpu().clone()
-        if is_main_process():
+        if is_main_process() and only is None:
             tied = dict(self.module.named_parameters(remove_duplicate=False))
             weights |= {name: t.cpu() for name, t in self.module.state_dict().items() if name not in tied}
         return weights

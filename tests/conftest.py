@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -123,5 +124,89 @@ def pair_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sizes = {"train": 26, "validation": 13, "test": 11}
     return {
         f"--{split}_file": str(write_jsonl(folder / f"{split}.jsonl", pairs(count, seed)))
+        for seed, (split, count) in enumerate(sizes.items())
+    }
+
+
+def build_text_tokenizer(folder: Path, **roles: str) -> None:
+    """A word-level tokenizer over `WORDS` with the tokens of causal and masked models; ``roles`` go to it.
+
+    With a ``cls_token`` it writes ``<cls> text <sep>``, else the text alone.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<unk>", "<cls>", "<sep>", "<mask>"]
+    vocabulary = {word: i for i, word in enumerate([*names, *WORDS, ":", "."])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if "cls_token" in roles:
+        ends = [(name, vocabulary[name]) for name in ("<cls>", "<sep>")]
+        words.post_processor = processors.TemplateProcessing(single="<cls> $A <sep>", special_tokens=ends)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **roles).save_pretrained(folder)
+
+
+def save_text_model(folder: Path, config: Any, kind: str, **roles: str) -> Path:
+    import torch
+    import transformers
+
+    build_text_tokenizer(folder, **roles)
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved GPT-2 of two layers with dropout and tied embeddings; its tokenizer has no padding token, as GPT-2's."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=27, n_positions=64, n_embd=16, n_layer=2, n_head=2, eos_token_id=1, bos_token_id=1)
+    return save_text_model(tmp_path_factory.mktemp("tiny_gpt2"), config, "GPT2LMHeadModel", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Llama of two layers with grouped heads and untied embeddings."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 27, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, eos_token_id=1, bos_token_id=3, pad_token_id=0)
+    roles = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return save_text_model(tmp_path_factory.mktemp("tiny_llama"), config, "LlamaForCausalLM", **roles)
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved BERT of two layers with dropout."""
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=27, max_position_embeddings=64, **sizes, pad_token_id=0)
+    roles = {f"{name}_token": f"<{name}>" for name in ("pad", "cls", "sep", "mask")}
+    return save_text_model(tmp_path_factory.mktemp("tiny_bert"), config, "BertForMaskedLM", **roles)
+
+
+def texts(count: int, seed: int = 0, longest: int = 40) -> list[dict[str, str]]:
+    """Documents of 1 to ``longest`` random words; one in ten is empty."""
+    draw = random.Random(seed)
+    return [{"text": " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))} for _ in range(count - count // 10)] + [
+        {"text": ""} for _ in range(count // 10)
+    ]
+
+
+@pytest.fixture(scope="session")
+def language_modeling() -> ModuleType:
+    return load_recipe("language_modeling")
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Flags that name three files of texts: 60 for training, 15 for validation, 8 for test."""
+    folder = tmp_path_factory.mktemp("texts")
+    sizes = {"train": 60, "validation": 15, "test": 8}
+    return {
+        f"--{split}_file": str(write_jsonl(folder / f"{split}.jsonl", texts(count, seed)))
         for seed, (split, count) in enumerate(sizes.items())
     }

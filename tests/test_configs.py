@@ -28,7 +28,8 @@ def changes(old: dict, new: dict, prefix: str = "") -> dict[str, tuple]:
 
 
 def test_the_files_are_there():
-    assert {"t5.json", "bart.json"} <= {path.name for path in GAUDI_DIR.iterdir()}
+    families = {"bart", "bert", "falcon", "gpt2", "llama", "roberta", "t5"}
+    assert families <= {path.stem for path in GAUDI_DIR.glob("*.json")}
     names = {"zero1.json", "zero2.json", "zero2_offload.json", "zero3.json", "zero3_offload.json"}
     assert {path.name for path in DEEPSPEED_DIR.iterdir()} == {*names, "README.md"}
 
@@ -45,9 +46,14 @@ def test_gaudi_configurations_load(path: Path):
     GaudiConfig.from_pretrained(path.stem)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_encoder_decoders_use_the_fused_kernels_and_leave_precision_to_the_flag(name: str):
+@pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "roberta", "llama", "falcon"])
+def test_most_use_the_fused_kernels_and_leave_precision_to_the_flag(name: str):
     assert GaudiConfig.from_pretrained(name) == GaudiConfig(use_fused_adam=True, use_fused_clip_norm=True)
+
+
+def test_the_one_published_for_bert_switches_autocast_on():
+    expected = GaudiConfig(use_torch_autocast=True, use_fused_adam=True, use_fused_clip_norm=True)
+    assert GaudiConfig.from_pretrained("bert") == expected
 
 
 ZERO = "zero_optimization."

@@ -11,25 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, load_recipe
+from tests.conftest import REPOSITORY
+from tests.test_run_files import groups_of
 
 LEVELS = [
     {"errors"},
     {
         "arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "lines", "preflight",
+        "ngrams", "run_files",
     },
     {
         "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
-        "processes", "gradients", "hub",
+        "processes", "gradients", "hub", "prose", "buckets", "packing", "losses", "adapters", "splits",
     },
-    {"data", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
+    {"data", "stream", "documents", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
     {"run"},
     {"engine"},
 ]  # fmt: skip
 # Within a level these build on each other, in this direction only.
 WITHIN = {
-    ("hub", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"), ("export", "checkpoint"),
-    ("export", "state"), ("distributed", "gradients"),
+    ("splits", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"), ("export", "checkpoint"),
+    ("export", "state"), ("distributed", "gradients"), ("stream", "data"), ("documents", "data"),
+    ("arguments", "run_files"),
 }  # fmt: skip
 BANNERS = ["Bootstrap and imports", "Arguments", "Data", "Model", "Task functions", "Train", "Evaluate", "Main"]
 TOP = {
@@ -173,9 +176,8 @@ def test_readme_commands_parse(readme: Path) -> None:
         if "gaudi_spawn.py" in command:
             gaudi_spawn.parse(command[command.index("gaudi_spawn.py") + 1 :])
         at = next(number for number, word in enumerate(command) if word.endswith("run.py"))
-        recipe = load_recipe(Path(command[at]).parent.name)
-        groups = (recipe.SummarizationArguments, recipe.HubArguments, *SHARED_GROUPS)
-        StrictParser(groups, "").parse_strictly(command[at + 1 :])
+        groups = groups_of(Path(command[at]).parent.name)
+        StrictParser((*groups, *SHARED_GROUPS), "").parse_strictly(command[at + 1 :])
         for word in command:
             if re.match(r"(recipes|gaudi_configs|deepspeed_configs)/", word):
                 assert (REPOSITORY / word).exists(), word
@@ -186,8 +188,7 @@ def parse_job(words: list[str]) -> None:
     from core.arguments import parse_arguments
 
     at = next(number for number, word in enumerate(words) if word.endswith("run.py"))
-    recipe = load_recipe(Path(words[at]).parent.name)
-    parse_arguments(words[at + 1 :], recipe.SummarizationArguments, recipe.HubArguments, description="")
+    parse_arguments(words[at + 1 :], *groups_of(Path(words[at]).parent.name), description="")
     for word in words:
         if re.match(r"(--deepspeed=)?(recipes|gaudi_configs|deepspeed_configs)/", word):
             assert (REPOSITORY / word.rpartition("=")[2]).exists(), word

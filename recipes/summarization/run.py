@@ -29,8 +29,9 @@ for folder in Path(__file__).resolve().parents:  # a copy beside this folder fin
 
 from core.arguments import flag, parse_arguments
 from core.errors import UserError, exit_with_one_line, say, warn_once
-from core.hub import HubArguments, fit, load_splits, loading, map_rows, model_options
+from core.hub import NAMED, HubArguments, fit, load_splits, loading, model_options
 from core.mixed_precision import prepare_environment
+from core.splits import PHASES, map_rows, needed_splits
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from core.run import Run
 
 BUILT_IN = Path(__file__).with_name("built_in.json")  # flags of the run without a model and data
-PHASES = {"train": "train", "validation": "eval", "test": "predict"}  # of each split, in the names of flags and metrics
 COLUMNS = {  # text and summary: the known data sets that call them so
     "article highlights": ("cnn_dailymail", "wiki_summary"),
     "description abstract": ("big_patent",),
@@ -59,13 +59,6 @@ class SummarizationArguments:
 
     _argument_group_name = "model and data"
     model_name_or_path: str | None = flag(None, "a hub's model or a folder (default: a small T5, built here)")
-    config_name: str | None = flag(None, "configuration, if it is not the model's")
-    tokenizer_name: str | None = flag(None, "tokenizer, if it is not the model's")
-    dataset_name: str | None = flag(None, "a hub's data set or a folder (default: documented source code)")
-    dataset_config_name: str | None = flag(None, "its configuration", aliases=["--dataset_config"])
-    train_file: str | None = flag(None, "csv, json, jsonl or parquet")
-    validation_file: str | None = flag(None, "csv, json, jsonl or parquet")
-    test_file: str | None = flag(None, "csv, json, jsonl or parquet")
     text_column: str | None = flag(None, "column of the texts (default: the known data set's, else the first)")
     summary_column: str | None = flag(None, "column of the summaries (default: the known data set's, else the second)")
     drop_empty_rows: bool = flag(False, "leave out rows without text or summary, instead of stopping")
@@ -74,8 +67,6 @@ class SummarizationArguments:
     max_target_length: int = flag(128, "cut summaries to this many tokens")
     val_max_target_length: int | None = flag(None, "the same for evaluation (default: --max_target_length)")
     ignore_pad_token_for_loss: bool = flag(True, "padding bears no loss; False trains the model to write it")
-    preprocessing_num_workers: int | None = flag(None, "processes that tokenize")
-    overwrite_cache: bool = flag(False, "tokenize again although it is cached")
     predict_with_generate: bool = flag(False, "generate summaries in evaluation, for ROUGE")
     generation_max_length: int | None = flag(None, "tokens of a generated summary (default: --val_max_target_length)")
     num_beams: int | None = flag(None, "beams (default: the model's)", aliases=["--generation_num_beams"])
@@ -89,11 +80,7 @@ def load_data(args: Namespace, output_dir: Path) -> dict[str, Dataset]:
     files = {split: getattr(args, f"{split}_file") for split in PHASES}
     named = args.dataset_name or any(files.values())
     splits, found = load_splits(args, files) if named else documented_pairs(output_dir), {}
-    for split, phase in PHASES.items():
-        if not (getattr(args, f"do_{phase}") or (phase == "eval" and args.do_train and args.eval_strategy != "no")):
-            continue
-        if split not in splits:
-            raise UserError(f"--do_{phase} needs a {split} split: give --{split}_file, or a data set that has one")
+    for split, phase in needed_splits(args, splits).items():
         count = min(len(splits[split]), getattr(args, f"max_{phase}_samples") or len(splits[split]))
         found[split] = check_rows(splits[split].select(range(count)), split, args)
     return found
@@ -144,7 +131,7 @@ def tokenize(rows: Dataset, tokenizer: Any, args: Namespace, max_target: int) ->
         labels = tokenizer(text_target=batch["summary"], max_length=max_target, truncation=True)["input_ids"]
         return {"input_ids": inputs, "labels": labels}
 
-    return map_rows(rows, encode, args)
+    return map_rows(rows, encode, args, ("input_ids", "labels"))
 
 
 def collate(rows: list[dict], shape: tuple[int, int], pad: int, label_pad: int) -> Batch:
@@ -218,13 +205,12 @@ def small_t5(data: dict[str, Dataset]) -> tuple[Any, Any]:
 
 def loss_sum(model: Any, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
     """Sum of the cross-entropies of all real target tokens, a scalar in fp32. The shift is done here, once."""
-    from torch.nn.functional import cross_entropy
+    from core.losses import cross_entropy_sum
 
     start = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     logits = model(**inputs, decoder_input_ids=start, use_cache=False).logits
-    logits, labels = logits.flatten(0, 1).float(), batch["labels"].flatten()
-    return cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    return cross_entropy_sum(logits, batch["labels"], smoothing)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -318,8 +304,7 @@ def show(texts: list[str], rows: Dataset, metrics: dict[str, Any], phase: str) -
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
-    named = ("model_name_or_path", "config_name", "dataset_name", "train_file", "validation_file", "test_file")
-    args = parse_arguments(argv, SummarizationArguments, HubArguments, description=__doc__, built_in=(BUILT_IN, named))
+    args = parse_arguments(argv, SummarizationArguments, HubArguments, description=__doc__, built_in=(BUILT_IN, NAMED))
     gaudi_config = prepare_environment(args)
     from core.engine import Engine
     from core.run import Run

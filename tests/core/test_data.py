@@ -1,17 +1,21 @@
-"""Few declared shapes, filler of zero weight, an order that depends on (seed, epoch) alone."""
+"""Few declared shapes, filler of zero weight, changes and an order that depend on (seed, epoch) alone."""
 
 from __future__ import annotations
 
-import itertools
 import random
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from core import distributed
 from core.arguments import parse_arguments
-from core.data import IGNORE_INDEX, BatchLoader, assign, fill, make_buckets, plan_epoch, require_rows, share
+from core.buckets import make_buckets
+from core.data import IGNORE_INDEX, BatchLoader, fill, require_rows
 from core.errors import UserError
+from tests.core.toy import arguments
 
 
 def lengths_of(count: int, longest: int = 23, seed: int = 0) -> list[tuple[int, int]]:
@@ -31,27 +35,6 @@ def collate(rows: list[tuple[int, tuple[int, int]]], shape: tuple[int, ...]) -> 
 def loader_of(lengths: list[tuple[int, int]], batch: int, count: int = 4, **options) -> BatchLoader:
     buckets = make_buckets(lengths, (23, 23), count)
     return BatchLoader(list(enumerate(lengths)), collate, lengths, buckets, batch, **options)
-
-
-def test_buckets_hold_every_row_and_grow_on_both_axes() -> None:
-    lengths = lengths_of(200)
-    buckets = make_buckets(lengths, (23, 23), 4)
-    assert 1 < len(buckets) <= 4
-    assert buckets[-1] == (23, 23)
-    for small, large in itertools.pairwise(buckets):
-        assert small[0] <= large[0]
-        assert small[1] <= large[1]
-    for length in lengths:
-        shape = buckets[assign(length, buckets)]
-        assert length[0] <= shape[0]
-        assert length[1] <= shape[1]
-
-
-def test_buckets_follow_the_rows_and_stay_within_the_limits() -> None:
-    assert make_buckets([(5, 3)] * 10, (1024, 128), 4) == [(8, 8)]
-    assert make_buckets([(5, 3)] * 10, (1024, 128), 1) == [(1024, 128)]
-    assert make_buckets([(5000, 300)] * 10, (1024, 128), 4) == [(1024, 128)]
-    assert assign((5000, 1), [(8, 8), (1024, 128)]) == 1
 
 
 @pytest.mark.parametrize("rows", [21, 22, 1, 3])
@@ -86,26 +69,6 @@ def test_every_row_comes_once_an_epoch(batch: int, accumulation: int) -> None:
     assert sum(window.targets for window in windows) == sum(target for _, target in lengths)
     assert sum(window.tokens for window in windows) == sum(map(sum, lengths))
     assert [window.last_in_epoch for window in windows] == [False] * (len(windows) - 1) + [True]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 13, 22])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_row_comes_once_over_the_ranks_which_do_equal_work(rows: int, world: int) -> None:
-    """With one row or none for a rank, too; and the rows of a window are the same at any number of ranks."""
-    for batch, accumulation, epoch in itertools.product((1, 4, 8, 32), (1, 3), (0, 1)):
-        windows = plan_epoch([0] * rows, batch * accumulation * world, 5, epoch).windows
-        seen = []
-        for window in windows:
-            shares = [share(window, batch, rank, world) for rank in range(world)]
-            assert len({len(one) for one in shares}) == 1
-            assert 1 <= len(shares[0]) <= accumulation
-            assert all(len(part) <= batch for one in shares for part in one)
-            # Only the end is empty, so that a rank's real rows come first.
-            assert all(one == sorted(one, key=len, reverse=True) for one in shares)
-            dealt = [row for one in shares for part in one for row in part]
-            assert sorted(dealt) == sorted(window)
-            seen += dealt
-        assert sorted(seen) == list(range(rows))
 
 
 @pytest.mark.parametrize("rows", [5, 13])
@@ -166,28 +129,11 @@ def test_the_rows_of_a_window_do_not_depend_on_how_it_is_split() -> None:
     assert orders[0] == orders[1] == orders[2] == orders[3]
 
 
-def test_order_is_new_in_each_epoch_and_the_same_in_each_run() -> None:
-    first = [plan_epoch([0] * 50, 4, seed=7, epoch=epoch).windows for epoch in (0, 1)]
-    torch.manual_seed(123)
-    again = [plan_epoch([0] * 50, 4, seed=7, epoch=epoch).windows for epoch in (0, 1)]
-    assert first == again
-    assert first[0] != first[1]
-    assert plan_epoch([0] * 50, 4, seed=8).windows != first[0]
-    assert plan_epoch([0] * 5, 2, seed=None).windows == [[0, 1], [2, 3], [4]]
-
-
 def test_skipped_windows_are_the_first_ones() -> None:
     loader = loader_of(lengths_of(30), 4, seed=2)
     whole = [window.row_ids for window in loader.windows(2)]
     for start in range(len(whole) + 1):
         assert [window.row_ids for window in loader.windows(2, start)] == whole[start:]
-
-
-def test_the_largest_shape_comes_first_in_the_first_epoch() -> None:
-    buckets = [0] * 40 + [1] * 8
-    for seed in range(10):
-        assert plan_epoch(buckets, 4, seed).buckets[0] == 1
-    assert {plan_epoch(buckets, 4, seed, epoch=1).buckets[0] for seed in range(10)} == {0, 1}
 
 
 def test_drop_last_says_how_many_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,4 +155,62 @@ def test_workers_change_neither_batches_nor_random_numbers() -> None:
         windows = list(loader_of(lengths_of(22), 4, seed=1, workers=workers).windows(0))
         results.append(([batch["inputs"] for window in windows for batch in window.batches], torch.rand(3)))
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-    assert torch.equal(results[0][1], results[1][1])
+    torch.manual_seed(0)
+    assert torch.equal(results[0][1], untouched := torch.rand(3))
+    assert torch.equal(results[1][1], untouched)
+
+
+def noisy(row: tuple[int, tuple[int, int]], draw: np.random.Generator) -> tuple[float, tuple[int, int]]:
+    return row[0] + draw.random(), row[1]
+
+
+def changes(loader: BatchLoader, epoch: int = 0, start: int = 0) -> dict[int, float]:
+    """By row, what it became."""
+    found = {}
+    for window in loader.windows(epoch, start):
+        real = [row for batch in window.batches for row in batch["inputs"][batch["row_weights"] > 0]]
+        found |= {number: float(row[0]) for number, row in zip(window.row_ids, real, strict=True)}
+    return found
+
+
+def test_a_rows_change_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(batch: int = 4, **options) -> BatchLoader:
+        options = {"seed": 3, "augment": noisy, "augment_seed": 7, **options}
+        return loader_of(lengths_of(22), batch, **options)
+
+    first = changes(loader())
+    assert all(row < value < row + 1 for row, value in first.items())
+    assert len({round(value % 1, 4) for value in first.values()}) == 22
+    for other in (loader(), loader(3), loader(2, accumulation=3), loader(workers=2), loader(seed=None)):
+        assert changes(other) == first
+    for start in range(len(list(loader().windows()))):
+        assert changes(loader(), 0, start).items() <= first.items()
+    second = changes(loader(), epoch=1)
+    assert all(second[row] != first[row] for row in first)
+    assert all(value != first[row] for row, value in changes(loader(augment_seed=8)).items())
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: values)
+    of_ranks = {}
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        of_ranks |= changes(loader())
+    assert of_ranks == first
+
+
+def test_the_change_leaves_filler_without_targets() -> None:
+    (window,) = loader_of(lengths_of(1), 4, augment=noisy).windows()
+    (batch,) = window.batches
+    assert (batch["labels"][1:] == IGNORE_INDEX).all()
+    assert (batch["inputs"] == batch["inputs"][0]).all()
+
+
+def test_every_evaluation_draws_the_same_which_training_does_not(tmp_path: Path) -> None:
+    args, lengths = arguments(tmp_path, "--data_seed", "5"), lengths_of(22)
+    make = partial(BatchLoader.from_arguments, args, list(enumerate(lengths)), collate, lengths, (23, 23))
+    evaluation, train = make(train=False, augment=noisy), make(train=True, augment=noisy)
+    first = changes(evaluation)
+    assert changes(evaluation) == first
+    for epoch in (0, 1):
+        drawn = changes(train, epoch)
+        assert all(drawn[row] != first[row] for row in first)
+    assert changes(make(train=True)) == {row: row for row in range(22)}

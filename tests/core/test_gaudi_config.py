@@ -53,11 +53,40 @@ def test_published_names_have_hyphens(tmp_path, monkeypatch):
     assert gaudi_config.find("Habana/stable-diffusion-2") == path
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("gpt2", "gpt2"),
+        ("roberta-base", "roberta"),
+        ("roberta-large", "roberta"),
+        ("bert-base-uncased", "bert"),
+        ("bert-large-uncased-whole-word-masking", "bert"),
+        ("llama", "llama"),
+        ("falcon", "falcon"),
+    ],
+)
+def test_a_published_name_means_its_family(name, family, capsys):
+    assert gaudi_config.find(f"Habana/{name}") == CONFIGS_DIR / f"{family}.json"
+    assert f"Habana/{name} is read from gaudi_configs/{family}.json" in capsys.readouterr().out
+    if name != family:
+        with pytest.raises(UserError, match="no configuration"):
+            gaudi_config.find(name)
+
+
+def test_of_two_families_the_longer_one_is_meant(tmp_path, monkeypatch):
+    monkeypatch.setattr(gaudi_config, "CONFIGS_DIR", tmp_path)
+    for name in ("stable", "stable_diffusion", "stable_diff"):
+        write(tmp_path, {}, f"{name}.json")
+    assert gaudi_config.find("Habana/stable-diffusion-2").stem == "stable_diffusion"
+
+
 def test_a_path_that_exists_comes_before_a_shipped_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t5").mkdir()
     write(tmp_path / "t5", {"use_dynamic_shapes": True})
     assert GaudiConfig.from_pretrained("t5") == GaudiConfig(use_dynamic_shapes=True)
+    (tmp_path / "gpt2").mkdir()
+    assert GaudiConfig.from_pretrained("gpt2").use_fused_adam, "the folder is a model's, and has no such file"
     write(tmp_path, {}, "my-config")
     assert GaudiConfig.from_pretrained("my-config") == GaudiConfig()
 
@@ -67,6 +96,7 @@ def test_a_path_that_exists_comes_before_a_shipped_name(tmp_path, monkeypatch):
     [
         ("t55", "no configuration 't55' (did you mean 't5'?); give a JSON file or one of: bart, "),
         ("Habana/t55", "(did you mean 't5'?)"),
+        ("Habana/t6", "no configuration 't6'"),
         ("zzzzz", "no configuration 'zzzzz'; give a JSON file or one of: bart, "),
         ("gaudi_configs/t55.json", "no configuration 'gaudi_configs/t55.json' (did you mean 't5'?)"),
         ("gone.json", "gone.json is not a file"),

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,7 +18,17 @@ from huggingface_hub.utils import get_session
 from core import errors
 from core.arguments import parse_arguments
 from core.errors import UserError
-from core.hub import HubArguments, go_offline_if_unreachable, is_local, load_splits, loading, model_options
+from core.hub import (
+    HubArguments,
+    choose_length,
+    fit,
+    go_offline_if_unreachable,
+    is_local,
+    load_config,
+    load_splits,
+    loading,
+    model_options,
+)
 from tests.conftest import pairs, write_jsonl
 
 # What goes wrong in the probe's thread must not be printed between the run's lines.
@@ -230,12 +241,14 @@ def test_one_file_per_split(server, tmp_path):
         ("rows.txt", "a", "must end in .csv, .json, .jsonl, .parquet"),
         ("rows.jsonl", '{"text": "a"}\n{"text', "--train_file: .*rows.jsonl cannot be loaded"),
         ("rows.parquet", "no parquet", "cannot be loaded"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', "rows.jsonl, line 2, byte 10: .*: this is not UTF-8"),
+        ("rows.csv", b"text\na\n\xe4 b\n", "rows.csv, line 3, byte 0: .*: this is not UTF-8"),
     ],
 )
 def test_faulty_files_are_named_in_one_line(tmp_path, name, content, message):
     path: Path = tmp_path / name
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message) as error:
         load_splits(hub_flags("--cache_dir", str(tmp_path / "cache")), {"train": str(path)})
     assert "\n" not in str(error.value)
@@ -244,3 +257,125 @@ def test_faulty_files_are_named_in_one_line(tmp_path, name, content, message):
 def test_a_name_and_files_exclude_each_other(tmp_path):
     with pytest.raises(UserError, match=f"--dataset_name {NOT_HERE} and --train_file"):
         load_splits(hub_flags(dataset=NOT_HERE), {"train": "rows.jsonl"})
+
+
+TEXT = "a b\nc\n\nd\n\ne"
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("by", "keep", "rows"),
+    [
+        ("paragraph", True, ["a b\nc", "d", "e"]),
+        ("paragraph", False, ["a b c", "d", "e"]),
+        ("line", True, ["a b\n", "c\n", "\n", "d\n", "\n", "e"]),
+        ("line", False, ["a b", "c", "", "d", "", "e"]),
+    ],
+)
+def test_text_files_are_read_by_paragraph_or_line(tmp_path, ending, by, keep, rows):
+    path = tmp_path / "rows.txt"
+    path.write_bytes(TEXT.replace("\n", ending).encode())
+    for streaming in (False, True):
+        how = {"sample_by": by, "keep_linebreaks": keep}
+        args = hub_flags("--cache_dir", str(tmp_path / "cache"))
+        found = load_splits(args, {"train": str(path)}, how, streaming)["train"]
+        assert hasattr(found, "num_rows") is not streaming
+        assert [row["text"] for row in found] == rows
+
+
+def test_text_files_are_taken_only_where_rows_are_texts(tmp_path):
+    (tmp_path / "rows.txt").write_text("a")
+    with pytest.raises(UserError, match=r"must end in \.csv, \.json, \.jsonl, \.parquet$"):
+        load_splits(hub_flags(), {"train": str(tmp_path / "rows.txt")})
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl", "rows.csv"])
+def test_a_stream_that_is_not_utf8_is_found_before_it_is_read(tmp_path, name):
+    content = {"rows.txt": b"a\n\xe4", "rows.jsonl": b'{"text": "a"}\n{"text": "\xe4"}', "rows.csv": b"text\n\xe4"}
+    (tmp_path / name).write_bytes(content[name])
+    with pytest.raises(UserError, match=f"{name}, line 2, byte .*not UTF-8"):
+        load_splits(hub_flags(), {"train": str(tmp_path / name)}, {"sample_by": "line", "keep_linebreaks": True}, True)
+
+
+def test_a_folder_of_files_is_a_data_set(server, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for split, count in (("train", 4), ("validation", 2)):
+        write_jsonl(folder / f"{split}.jsonl", pairs(count))
+    for streaming in (False, True):
+        args = hub_flags("--cache_dir", str(tmp_path / "cache"), dataset=str(folder))
+        splits = load_splits(args, {}, streaming=streaming)
+        assert {split: len(list(rows)) for split, rows in splits.items()} == {"train": 4, "validation": 2}
+    assert Answer.asked == ()
+
+
+# ---------------------------------------------------------------------------------------------------- model and tokens
+
+
+def model_flags(**names):
+    nothing = {"model_name_or_path": None, "config_name": None, "model_type": None}
+    options = {"cache_dir": None, "model_revision": "main", "token": None, "trust_remote_code": False}
+    return Namespace(**nothing | options | names)
+
+
+def test_the_configuration_that_is_named(tiny_gpt2, tiny_bert):
+    assert load_config(model_flags()) is None
+    assert load_config(model_flags(model_name_or_path=str(tiny_gpt2))).n_embd == 16
+    both = load_config(model_flags(model_name_or_path=str(tiny_gpt2), config_name=str(tiny_bert)))
+    assert both.model_type == "bert"
+    assert load_config(model_flags(model_type="gpt2")).n_embd == 768
+    with pytest.raises(UserError, match=r"--model_type: there is no 'gpt3' \(did you mean '") as error:
+        load_config(model_flags(model_type="gpt3"))
+    assert len(str(error.value)) < 100
+
+
+@pytest.mark.parametrize(
+    ("positions", "limit", "asked", "length"),
+    [
+        (64, 48, None, 48),
+        (64, 10**30, None, 64),
+        (2048, 10**30, None, 1024),
+        (2048, 2048, None, 2048),
+        (None, 10**30, None, 1024),
+        (64, 48, 20, 20),
+        (64, 48, 50, 48),
+        (64, 10**30, 100, 100),
+    ],
+)
+def test_the_length_of_a_row(positions, limit, asked, length, caplog):
+    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2Config(vocab_size=5, n_positions=positions or 1, n_embd=4, n_layer=1, n_head=1)
+    bloom = BloomConfig(vocab_size=5, hidden_size=4, n_layer=1, n_head=1)
+    model = GPT2LMHeadModel(gpt2) if positions else BloomForCausalLM(bloom)
+    assert choose_length(model, Namespace(model_max_length=limit), asked) == length
+    assert ("50 tokens a row: the tokenizer's limit is 48, which is used" in caplog.messages) is (asked == 50)
+
+
+def test_positions_that_begin_after_the_paddings_row(tmp_path, tiny_bert):
+    from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM
+
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = RobertaConfig(vocab_size=27, **sizes, max_position_embeddings=14, pad_token_id=1)
+    model, tokenizer = RobertaForMaskedLM(config), AutoTokenizer.from_pretrained(tiny_bert)
+    assert choose_length(model, tokenizer, None) == 12
+    fit(model, tokenizer, 12)
+    with pytest.raises(UserError, match="the model has 12 positions, the longest row may have 13 tokens"):
+        fit(model, tokenizer, 13)
+
+
+def test_embeddings_grow_with_the_tokenizer_and_it_pads_with_its_end(tiny_gpt2, tiny_bert):
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_gpt2)
+    assert tokenizer.pad_token is None
+    fit(model, tokenizer, 8)
+    assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == len(tokenizer) == 27
+    assert tokenizer.pad_token == tokenizer.eos_token
+    own = AutoTokenizer.from_pretrained(tiny_bert)
+    fit(model, own, 8)
+    assert own.pad_token == "<pad>"
+    own.pad_token = own.eos_token = None
+    with pytest.raises(UserError, match="the tokenizer has no padding token; name one that has, with --tokenizer_name"):
+        fit(model, own, 8)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from core import errors, results
-from core.arguments import parse_arguments
+from core.arguments import SUBSTITUTES, parse_arguments
 from core.errors import UserError
-from core.results import compare_with_published, describe_run, save_metrics, write_json
+from core.results import INSTEAD, compare_with_published, describe_run, save_metrics, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -265,6 +265,7 @@ def test_what_describe_run_returns_will_do():
         ({"gradient_checkpointing": False}, "gradient_checkpointing: False, not True"),
         ({"max_steps": 20}, "max_steps: 20, not None"),
         ({"max_train_samples": 100}, "max_train_samples: 100, not None"),
+        ({"model_name_or_path": "t5-small (from scratch)"}, "model: t5-small (from scratch), not t5-small"),
     ],
 )
 def test_another_run_is_not_comparable(change, reason):
@@ -286,6 +287,37 @@ def test_limits_count_for_what_they_limit():
     assert "max_eval_samples: None, not 880" in line(evaluated, RUN)
     assert "not comparable" not in line(evaluated, RUN | {"max_eval_samples": 880})
     assert "max_steps: 3, not None" in line(evaluated, RUN | {"max_eval_samples": 880, "max_steps": 3})
+
+
+def test_a_metric_without_a_prefix_is_of_the_evaluation():
+    perplexity, measured = FIGURE | {"metric": "perplexity"}, {"perplexity": 100.0}
+    assert "  0.500  " in line(perplexity, RUN, measured)
+    assert "max_eval_samples: 5, not None" in line(perplexity, RUN | {"max_eval_samples": 5}, measured)
+
+
+def test_a_model_of_new_weights_goes_by_its_configuration():
+    figure, run = FIGURE | {"model": "bert-base-uncased (from scratch)"}, RUN | {"model_name_or_path": None}
+    assert "not comparable" not in line(figure, run | {"config_name": "google-bert/bert-base-uncased"})
+    other = line(figure, run | {"config_name": "google-bert/bert-base-uncased", "config_overrides": "num_layers=2"})
+    assert "model: google-bert/bert-base-uncased num_layers=2 (from scratch), not bert-base-uncased (" in other
+    trained = dict.fromkeys(("model_name_or_path", "config_name"), "google-bert/bert-base-uncased")
+    assert "model: google-bert/bert-base-uncased, not" in line(figure, run | trained)
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ({"fp8": True}, "fp8: bf16, not True"),
+        ({"fsdp": "auto_wrap"}, "fsdp: ZeRO-3, not auto_wrap"),
+        ({"context_parallel_size": 4}, "context_parallel_size: whole sequences, not 4"),
+    ],
+)
+def test_what_is_done_otherwise_here_is_not_comparable_although_the_flags_agree(flag, reason):
+    assert line(FIGURE | flag, RUN | flag).endswith(f"not comparable: {reason}")
+
+
+def test_what_is_done_otherwise_is_what_the_flags_say():
+    assert INSTEAD.keys() == SUBSTITUTES.keys()
 
 
 def test_prediction_has_the_batch_of_evaluation():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -384,7 +386,7 @@ def test_recomputed_activations_are_no_progress(recomputes):
 
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 16, 32, requires_grad=True)
-    flops = FlopsByShape(recomputes)
+    flops = FlopsByShape()
     with flops.counting("shape"):
         loss = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
         flops.forward_ends()
@@ -392,3 +394,27 @@ def test_recomputed_activations_are_no_progress(recomputes):
     flops.forward_ends()  # of a micro-batch that is not counted: nothing happens
     forward = 2 * (2 * 16) * 32 * 96 + 2 * 2 * 2 * 4 * 16 * 16 * 8
     assert flops.known == {"shape": 3 * forward}
+
+
+def test_a_counted_backward_pass_is_bit_for_bit_an_uncounted_one():
+    """Watched, a sum of three gradients would be added up in another order."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    weights = [torch.randn(64, 64) for _ in range(5)]
+    gradients = []
+    for counts in (True, False):
+        x.grad, flops = None, FlopsByShape()
+        with flops.counting("shape") if counts else nullcontext():
+            loss = sum((x @ weight).sin().sum() for weight in weights)
+            flops.forward_ends()
+            loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_frozen_weights_cost_no_gradients():
+    flops = FlopsByShape(backward=1)
+    with flops.counting("shape"):
+        torch.randn(4, 8) @ torch.randn(8, 2)
+        flops.forward_ends()
+    assert flops.known == {"shape": 2 * (2 * 4 * 8 * 2)}

@@ -12,10 +12,12 @@ from torch import nn
 
 from core import distributed
 from core.arguments import parse_arguments
-from core.data import IGNORE_INDEX, BatchLoader, make_buckets
+from core.buckets import make_buckets
+from core.data import IGNORE_INDEX, BatchLoader
 from core.engine import Engine
 from core.gaudi_config import GaudiConfig
 from core.run import Run
+from core.stream import Loader
 
 Lengths = Sequence[tuple[int, int]]
 LENGTHS = [(1 + (row * 5) % 8, 1 + (row * 3) % 8) for row in range(26)]
@@ -96,6 +98,7 @@ def run(
     loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor] = loss_sum,
     each: Callable[[Engine], None] = lambda engine: None,
     changed: dict[str, Any] | None = None,
+    make_loader: Callable[..., Loader] = loader_of,
     **rows_as: Any,
 ) -> tuple[Engine, nn.Module, list[tuple[list[int], float, float]]]:
     """Train as a recipe does; returns the engine, the model, and per step (own row ids, learning rate, loss).
@@ -104,13 +107,14 @@ def run(
         stop: after this step, as if killed.
         each: is called after each step.
         changed: arguments to set after parsing.
+        make_loader: what makes the training rows.
         rows_as: options of `loader_of`.
     """
     args = arguments(folder, *flags)
     vars(args).update(changed or {})
     whole = Run(args, GaudiConfig(), "toy")
     model = model or Model(dropout)
-    engine = Engine(whole, model, loader_of(args, rows, **rows_as))
+    engine = Engine(whole, model, make_loader(args, rows, **rows_as))
     steps = []
     for window in engine.windows():
         step_loss = 0.0

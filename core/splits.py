@@ -1,0 +1,162 @@
+"""The rows of a run: which splits it needs, what is held out, which columns, and how they become tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import uuid
+import zlib
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from core.errors import UserError, did_you_mean, say, warn_once
+
+PHASES = {"train": "train", "validation": "eval", "test": "predict"}  # of each split, in the names of flags and metrics
+
+
+def hold_out(rows: Any, percent: float) -> tuple[Any, Any]:
+    """Part rows in (training, validation): the first ``percent`` of 100; in a stream, those that a hash chooses.
+
+    A stream may be read in another order the next time; a row must not change sides for that.
+    """
+    if hasattr(rows, "select"):
+        held = math.ceil(len(rows) * percent / 100)
+        if held >= len(rows):
+            raise UserError(f"of {len(rows)} rows none would be left to train on; give the validation split by name")
+        return rows.select(range(held, len(rows))), rows.select(range(held))
+
+    def is_held(row: dict[str, Any]) -> bool:
+        return zlib.crc32(repr(sorted(row.items())).encode()) % 100 < percent
+
+    return rows.filter(lambda row: not is_held(row)), rows.filter(is_held)
+
+
+def add_validation(found: dict[str, Any], args: Namespace) -> None:
+    """Hold ``--validation_split_percentage`` of the training rows out, if validation rows are needed and missing."""
+    needed = args.do_eval or args.eval_strategy != "no"
+    if needed and "train" in found and "validation" not in found and args.validation_split_percentage:
+        found["train"], found["validation"] = hold_out(found["train"], args.validation_split_percentage)
+
+
+def needed_splits(args: Namespace, splits: dict[str, Any]) -> dict[str, str]:
+    """Which splits the flags ask for, each with its phase: to train on, to evaluate (also on the way), to test.
+
+    Raises:
+        UserError: one of them is not there.
+    """
+    needed = {}
+    for split, phase in PHASES.items():
+        if getattr(args, f"do_{phase}") or (phase == "eval" and args.do_train and args.eval_strategy != "no"):
+            if split not in splits:
+                raise UserError(f"--do_{phase} needs a {split} split: give --{split}_file, or a data set that has one")
+            needed[split] = phase
+    return needed
+
+
+def columns_of(rows: Any) -> list[str]:
+    """The names of the columns; a stream may have to read its first row for them."""
+    return rows.column_names or list(next(iter(rows), {}))
+
+
+def text_column(rows: Any, asked: str | None) -> str:
+    """Return the column that is asked for, else ``text``, else the first.
+
+    Raises:
+        UserError: there is no such column, or it holds no text.
+    """
+    names = columns_of(rows)
+    if asked and asked not in names:
+        hint, have = did_you_mean(asked, names), ", ".join(names)
+        raise UserError(f"--text_column: no column {asked!r}{hint}; there are: {have}")
+    name = asked or ("text" if "text" in names else names[0])
+    kind = (rows.features or {}).get(name)  # a stream may not know
+    if kind is not None and getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
+        raise UserError(f"--text_column: {name!r} holds {kind}, not text; there are: {', '.join(names)}")
+    return name
+
+
+def token_column(rows: Any, vocabulary: int) -> Any:
+    """Return rows of ``input_ids`` alone, which somebody else has made.
+
+    Args:
+        vocabulary: token numbers must be below it; those of a stream are not looked at.
+
+    Raises:
+        UserError: they are not, or no lists of integers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if hasattr(rows, "data"):
+        column = rows.data.column("input_ids")
+        kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        lists = any(is_kind(column.type) for is_kind in kinds)
+        if not (lists and pa.types.is_integer(column.type.value_type)):
+            raise UserError(f"input_ids holds {column.type}, not lists of token numbers; name the column of the texts")
+        most = pc.max(pc.list_flatten(column)).as_py() or 0
+        if most >= vocabulary:
+            raise UserError(
+                f"input_ids has the token {most}, the vocabulary ends at {vocabulary - 1}; name its tokenizer"
+            )
+    return rows.select_columns(["input_ids"])
+
+
+def whole_rows(documents: Any, length: int, limit: int | None, split: str) -> tuple[Any, list[tuple[int]]]:
+    """Return the documents that have something to foretell, each a row, and their lengths: at most ``length``.
+
+    Args:
+        documents: with ``input_ids`` and, if they differ from these, ``labels``.
+        limit: the first N rows only.
+
+    Raises:
+        UserError: there are none.
+    """
+    learned = "labels" if "labels" in documents.column_names else "input_ids"
+
+    def has_target(tokens: list[int] | None) -> bool:
+        return any(token >= 0 for token in (tokens or [])[1:length])
+
+    rows = documents.filter(has_target, input_columns=learned)
+    if len(rows) < len(documents):
+        missing = f"{len(documents) - len(rows):,} of {len(documents):,} {split} rows have nothing to foretell"
+        warn_once(f"{missing}: they are empty, or a prompt fills them; they are left out")
+    rows = rows.select(range(min(len(rows), limit or len(rows))))
+    if not len(rows):
+        raise UserError(f"the {split} split has no rows")
+    lengths = [(min(len(ids), length),) for ids in rows["input_ids"]]
+    say(f"{split}: {sum(map(sum, lengths)):,} tokens in {len(rows):,} rows of at most {length}")
+    return rows, lengths
+
+
+def map_rows(rows: Any, encode: Any, args: Namespace, columns: Sequence[str]) -> Any:
+    """``rows.map(encode)`` in batches, in place of all columns; once per machine, where the rows are in files.
+
+    The first of a machine's processes that comes works, the others find its file in the cache. No collective waits
+    meanwhile, so it may take as long as it takes. All ranks call it.
+
+    Args:
+        rows: ``datasets.Dataset``; of an ``IterableDataset``, rows are encoded as they are read.
+        encode: from a batch of columns to one of new columns; what it refers to is part of the cache's key.
+        args: with ``preprocessing_num_workers`` and ``overwrite_cache``.
+        columns: the new ones, of token numbers each: rows that have none would not tell their type.
+    """
+    from datasets import Features, List, Value
+
+    from core.distributed import on_main, once_per_machine
+
+    features = Features({name: List(Value("int32")) for name in columns})
+    if not hasattr(rows, "cache_files"):
+        return rows.map(encode, batched=True, remove_columns=columns_of(rows), features=features)
+    # "Anew" is another key for all ranks: a rank that came first would else go on with what was there.
+    key = on_main(lambda: uuid.uuid4().hex[:16]) if args.overwrite_cache else None
+    with once_per_machine() if rows.cache_files else contextlib.nullcontext():
+        return rows.map(
+            encode,
+            batched=True,
+            remove_columns=rows.column_names,
+            features=features,
+            num_proc=args.preprocessing_num_workers,
+            new_fingerprint=key,
+            desc="tokenize",
+        )

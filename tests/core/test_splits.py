@@ -1,0 +1,214 @@
+"""Splits, what is held out, columns, and rows of tokens: on real data sets and streams."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, LargeList, List, Value, load_dataset
+
+from core.errors import UserError
+from core.packing import Blocks
+from core.splits import columns_of, hold_out, map_rows, needed_splits, text_column, token_column, whole_rows
+from tests.conftest import write_jsonl
+
+
+def rows_of(count: int) -> Dataset:
+    return Dataset.from_list([{"text": f"row {number}"} for number in range(count)])
+
+
+def stream_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    path = str(write_jsonl(folder / "rows.jsonl", rows))
+    return load_dataset("json", data_files=path, split="train", streaming=True)
+
+
+def wanted(**flags: Any) -> Namespace:
+    off = {"do_train": False, "do_eval": False, "do_predict": False, "eval_strategy": "no"}
+    return Namespace(**off | {"preprocessing_num_workers": None, "overwrite_cache": False} | flags)
+
+
+# ------------------------------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize(("percent", "held"), [(5, 1), (10, 1), (11, 2), (50, 5), (0.1, 1)])
+def test_the_first_rows_are_held_out(percent: float, held: int) -> None:
+    train, validation = hold_out(rows_of(10), percent)
+    assert list(validation["text"]) == [f"row {number}" for number in range(held)]
+    assert list(train["text"]) == [f"row {number}" for number in range(held, 10)]
+
+
+@pytest.mark.parametrize(("count", "percent"), [(1, 5), (10, 100), (3, 99)])
+def test_some_rows_must_be_left(count: int, percent: float) -> None:
+    with pytest.raises(UserError, match=f"of {count} rows none would be left to train on"):
+        hold_out(rows_of(count), percent)
+
+
+def test_a_stream_is_parted_by_row_and_not_by_order(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}", "note": number} for number in range(400)]
+    found = []
+    for order in (rows, rows[::-1]):
+        train, validation = hold_out(stream_of(tmp_path, order), 20)
+        found.append([{row["text"] for row in part} for part in (train, validation)])
+        assert [row["text"] for row in train] == [r["text"] for r in order if r["text"] in found[-1][0]]
+        (tmp_path / "rows.jsonl").unlink()
+    assert found[0] == found[1]
+    train, validation = found[0]
+    assert not train & validation
+    assert len(train | validation) == 400
+    assert 50 < len(validation) < 110
+
+
+def test_the_splits_that_the_flags_ask_for() -> None:
+    there = {"train": 1, "validation": 2, "test": 3}
+    assert needed_splits(wanted(do_train=True, do_predict=True), there) == {"train": "train", "test": "predict"}
+    assert needed_splits(wanted(do_eval=True), there) == {"validation": "eval"}
+    on_the_way = wanted(do_train=True, eval_strategy="steps")
+    assert needed_splits(on_the_way, there) == {"train": "train", "validation": "eval"}
+    assert needed_splits(wanted(do_predict=True, eval_strategy="steps"), {"test": 3}) == {"test": "predict"}
+    for flags, message in (
+        ({"do_train": True}, "--do_train needs a train split: give --train_file"),
+        ({"do_eval": True}, "--do_eval needs a validation split: give --validation_file"),
+        ({"do_predict": True}, "--do_predict needs a test split: give --test_file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            needed_splits(wanted(**flags), {})
+
+
+# ------------------------------------------------------------------------------------------------------------ columns
+
+
+def test_columns_of_a_stream_that_does_not_know_them(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, [{"b": 1, "a": "x"}])
+    assert columns_of(stream) == ["b", "a"]
+    assert columns_of(rows_of(2)) == ["text"]
+    assert columns_of(stream.map(lambda row: {"c": row["b"]})) == ["b", "a", "c"]
+
+
+def test_the_text_column() -> None:
+    both = Dataset.from_list([{"title": "a", "text": "b"}])
+    assert text_column(both, None) == "text"
+    assert text_column(both, "title") == "title"
+    assert text_column(both.remove_columns("text"), None) == "title"
+    assert text_column(Dataset.from_list([{"text": None}]), None) == "text"
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "message"),
+    [
+        ({"text": "a"}, "txt", r"--text_column: no column 'txt' \(did you mean 'text'\?\); there are: text"),
+        ({"text": 3}, None, "--text_column: 'text' holds .*int64.*, not text"),
+        ({"text": ["a"]}, None, "--text_column: 'text' holds .*, not text"),
+        ({"text": {"a": "b"}}, None, "--text_column: 'text' holds .*, not text"),
+        ({"count": 1, "body": "a"}, None, "--text_column: 'count' holds .*, not text; there are: count, body"),
+    ],
+)
+def test_a_column_that_holds_no_text_is_named(
+    row: dict[str, Any], asked: str | None, message: str, tmp_path: Path
+) -> None:
+    for rows in (Dataset.from_list([row]), stream_of(tmp_path, [row])):
+        if asked or hasattr(rows, "num_rows"):  # a stream may not know what it holds
+            with pytest.raises(UserError, match=message) as error:
+                text_column(rows, asked)
+            assert len(str(error.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_prepared_tokens_are_taken_alone() -> None:
+    rows = Dataset.from_list([{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [], "attention_mask": []}])
+    assert token_column(rows, 3)[:] == {"input_ids": [[1, 2], []]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 9], [2]], "input_ids has the token 9, the vocabulary ends at 8"),
+        (["a b"], "input_ids holds string, not lists of token numbers"),
+        ([[0.5]], "input_ids holds .*double.*, not lists of token numbers"),
+        ([[[1]]], "input_ids holds .*, not lists of token numbers"),
+        ([3], "input_ids holds int.., not lists of token numbers"),
+    ],
+)
+def test_prepared_tokens_that_do_not_fit(values: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        token_column(Dataset.from_list([{"input_ids": value} for value in values]), 9)
+
+
+@pytest.mark.parametrize("kind", [List(Value("int64"), length=2), LargeList(Value("int64")), List(Value("uint16"))])
+def test_prepared_tokens_of_any_kind_of_list(kind: Any) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]}, features=Features({"input_ids": kind}))
+    blocks = Blocks(token_column(rows, 9), 3)
+    assert [block["input_ids"].tolist() for block in blocks] == [[1, 2, 3], [4]]
+
+
+def test_prepared_tokens_of_a_stream_are_taken_alone(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, [{"input_ids": [1, 99], "note": "x"}])
+    assert list(token_column(stream, 9)) == [{"input_ids": [1, 99]}]
+
+
+def test_rows_that_foretell_nothing_are_left_out_and_counted(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = [[6, 7, 8], [], [6], None, list(range(6, 16)), [6, 7]]
+    rows, lengths = whole_rows(Dataset.from_list([{"input_ids": ids} for ids in tokens]), 5, None, "train")
+    assert rows["input_ids"][:] == [tokens[0], tokens[4], tokens[5]]
+    assert lengths == [(3,), (5,), (2,)]
+    assert caplog.messages == [
+        "3 of 6 train rows have nothing to foretell: they are empty, or a prompt fills them; they are left out"
+    ]
+    assert "train: 10 tokens in 3 rows of at most 5" in capsys.readouterr().out
+
+
+def test_a_prompt_that_fills_the_row_leaves_nothing_to_foretell() -> None:
+    """The first label is nobody's target, and what is beyond the length is cut off."""
+    labels = [[-100, -100, 8], [-100, -100, -100, 9], [8, -100, -100], [-100, -100, -100]]
+    rows = Dataset.from_list([{"input_ids": [6] * len(one), "labels": one} for one in labels])
+    kept, lengths = whole_rows(rows, 3, None, "test")
+    assert kept["labels"][:] == [labels[0]]
+    assert lengths == [(3,)]
+
+
+def test_the_first_rows_alone_and_none_at_all() -> None:
+    rows = Dataset.from_list([{"input_ids": [6] * count} for count in (1, 2, 3, 4)])
+    assert whole_rows(rows, 9, 2, "validation")[1] == [(2,), (3,)]
+    assert whole_rows(rows, 9, 7, "validation")[1] == [(2,), (3,), (4,)]
+    with pytest.raises(UserError, match="the validation split has no rows"):
+        whole_rows(rows.select([0]), 9, None, "validation")
+
+
+def encode(batch: dict[str, list]) -> dict[str, list]:
+    return {"input_ids": [list(map(len, (text or "").split())) for text in batch["text"]]}
+
+
+def test_rows_become_tokens_in_any_number_of_processes_and_in_a_stream(tmp_path: Path) -> None:
+    rows = [{"text": "a bc def"}, {"text": None}, {"text": "gh"}] * 3
+    expected = [{"input_ids": ids} for ids in [[1, 2, 3], [], [2]] * 3]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    for streaming in (False, True):
+        data = load_dataset("json", data_files=path, split="train", streaming=streaming, cache_dir=str(tmp_path))
+        for workers in (None, 2):
+            found = map_rows(data, encode, wanted(preprocessing_num_workers=workers), ["input_ids"])
+            assert list(found) == expected
+            assert found.column_names == ["input_ids"]
+
+
+def test_rows_without_a_token_have_the_type_of_tokens() -> None:
+    found = map_rows(Dataset.from_list([{"text": ""}] * 3), encode, wanted(), ["input_ids"])
+    assert str(found.data.column("input_ids").type) == "list<item: int32>"
+
+
+def test_the_cache_is_used_unless_it_is_to_be_made_anew(tmp_path: Path) -> None:
+    path, calls = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])), tmp_path / "calls"
+    data = load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path))
+
+    def counted(batch: dict[str, list]) -> dict[str, list]:
+        with open(calls, "a") as file:
+            file.write("x")
+        return encode(batch)
+
+    for overwrite, count in ((False, 1), (False, 1), (True, 2), (False, 2)):
+        map_rows(data, counted, wanted(overwrite_cache=overwrite), ["input_ids"])
+        assert len(calls.read_text()) == count
