@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
 import re
 import shlex
+from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from core.arguments import StrictParser, parse_arguments, read_run_file
+from core.arguments import SUBSTITUTES, StrictParser, parse_arguments
 from core.deepspeed_config import load, resolve
 from core.gaudi_config import GaudiConfig
-from core.results import ABOUT_FIGURE, compare_with_published, differences
+from core.results import ABOUT_FIGURE, INSTEAD, compare_with_published, differences
+from core.run_files import read_run_file
 from tests.conftest import REPOSITORY, load_recipe
 
 RUN_FILES = {path.stem: path for path in sorted((REPOSITORY / "recipes").glob("*/*.json"))}
@@ -25,8 +27,71 @@ FIGURES = {
     "bart_large_cnn_gaudi1_1x2": 2,
     "bart_large_cnn_gaudi2_1x2": 2,
     "bart_large_cnn_gaudi3_1x2": 2,
+    "bert_base_uncased_from_scratch_a100_80g_8x32": 1,
+    "bert_base_uncased_from_scratch_a100_80g_8x64": 1,
+    "bert_base_uncased_from_scratch_gaudi1_8x32": 2,
+    "bert_base_uncased_from_scratch_gaudi2_8x32": 2,
+    "bert_base_uncased_from_scratch_gaudi2_8x64": 2,
+    "bloom_7b1_gaudi1_8x8": 2,
+    "chatglm3_6b_gaudi2_8x4": 3,
+    "chatglm3_6b_gaudi3_8x4": 3,
+    "codellama_13b_instruct_hf_gaudi2_8x48": 3,
+    "codellama_13b_instruct_hf_gaudi3_8x48": 3,
+    "falcon_40b_gaudi2_8x1_lora_finred": 3,
+    "falcon_40b_gaudi2_8x1_lora_guanaco": 3,
+    "falcon_40b_gaudi3_8x1_lora_finred": 3,
+    "falcon_40b_gaudi3_8x1_lora_guanaco": 3,
     "flan_t5_xxl_gaudi2_8x22": 6,
     "flan_t5_xxl_gaudi3_8x22": 3,
+    "gemma_2b_it_gaudi2_1x4": 3,
+    "gemma_2b_it_gaudi2_1x4_eager": 3,
+    "gemma_2b_it_gaudi2_8x4": 3,
+    "gemma_2b_it_gaudi2_8x4_deepspeed": 3,
+    "gemma_2b_it_gaudi2_8x4_deepspeed_lr8e4": 3,
+    "gemma_2b_it_gaudi2_8x4_lr8e4": 1,
+    "gemma_2b_it_gaudi3_1x4": 3,
+    "gemma_2b_it_gaudi3_1x4_eager": 3,
+    "gemma_2b_it_gaudi3_8x4": 3,
+    "gemma_2b_it_gaudi3_8x4_deepspeed": 3,
+    "gpt2_gaudi1_1x4": 3,
+    "gpt2_gaudi1_8x4": 3,
+    "gpt2_gaudi2_1x16": 3,
+    "gpt2_gaudi2_8x16": 3,
+    "gpt2_unspecified_1x4": 2,
+    "gpt2_unspecified_8x4": 2,
+    "gpt2_xl_gaudi1_8x2": 3,
+    "gpt2_xl_gaudi2_8x16": 6,
+    "gpt2_xl_gaudi3_8x16": 3,
+    "gpt_j_6b_unspecified_8x4": 2,
+    "gpt_neox_20b_gaudi2_16x2": 2,
+    "gpt_neox_20b_gaudi2_8x2": 3,
+    "gpt_neox_20b_gaudi3_8x2": 3,
+    "granite_3_1_8b_instruct_gaudi2_8x8_lora_alpaca_fsdp": 2,
+    "granite_3_1_8b_instruct_gaudi3_8x8_lora_alpaca_fsdp": 2,
+    "llama_2_7b_hf_gaudi2_8x8_lora_alpaca_fsdp": 2,
+    "llama_2_7b_hf_gaudi3_8x8_lora_alpaca_fsdp": 2,
+    "llama_7b_gaudi1_1x2_lora_dolly": 3,
+    "llama_7b_gaudi1_8x2_lora_alpaca": 3,
+    "llama_7b_gaudi2_1x16_lora_dolly": 3,
+    "llama_7b_gaudi2_8x16_lora_alpaca_fp8": 3,
+    "llama_7b_gaudi2_8x8_lora_alpaca": 3,
+    "llama_7b_gaudi2_8x8_lora_alpaca_cp": 3,
+    "llama_7b_gaudi2_8x8_lora_alpaca_fsdp": 3,
+    "llama_7b_gaudi2_8x8_lora_finred": 3,
+    "llama_7b_gaudi3_1x16_lora_dolly": 3,
+    "llama_7b_gaudi3_8x16_lora_alpaca_fp8": 3,
+    "llama_7b_gaudi3_8x8_lora_alpaca": 3,
+    "llama_7b_gaudi3_8x8_lora_alpaca_cp": 3,
+    "llama_7b_gaudi3_8x8_lora_alpaca_fsdp": 3,
+    "llama_7b_gaudi3_8x8_lora_finred": 3,
+    "meta_llama_3_1_8b_gaudi2_8x1_lora_alpaca_fp8": 2,
+    "mistral_7b_instruct_v0_2_gaudi2_1x8_lora_alpaca_fp8": 2,
+    "mistral_7b_instruct_v0_2_gaudi3_1x8_lora_alpaca_fp8": 2,
+    "roberta_base_gaudi1_8x24": 3,
+    "roberta_base_gaudi2_8x32": 3,
+    "roberta_large_gaudi1_8x8": 3,
+    "roberta_large_gaudi2_8x16": 3,
+    "roberta_large_gaudi3_8x16": 3,
     "t5_3b_a100_80g_8x16": 1,
     "t5_3b_gaudi1_1x2": 2,
     "t5_3b_gaudi2_1x2": 2,
@@ -35,20 +100,28 @@ FIGURES = {
     "t5_small_gaudi1_8x4": 4,
     "t5_small_gaudi2_8x32": 4,
 }
-METRIC = re.compile(r"(train|eval|predict)_(rouge(1|2|L|Lsum)|runtime|samples_per_second|loss)")
+METRIC = re.compile(r"(train|eval|predict)_(rouge(1|2|L|Lsum)|runtime|samples_per_second|loss|accuracy)|perplexity")
 TEXTS = ("model", "data", "device", "source")
 NUMBERS = ("value", "world_size", "batch_size")
 
 
 @functools.cache
 def groups_of(recipe: str) -> tuple[type, ...]:
-    """The argument dataclasses that a recipe defines."""
-    module = load_recipe(recipe)
-    own = [thing for thing in vars(module).values() if dataclasses.is_dataclass(thing)]
-    return tuple(thing for thing in own if thing.__module__ == module.__name__)
+    """The argument dataclasses that a recipe's ``main`` parses with, besides the shared ones."""
+    module, groups = load_recipe(recipe), []
+
+    def ask(argv: list[str], *asked: type, **_: object) -> None:
+        groups.extend(asked)
+        raise InterruptedError
+
+    module.parse_arguments = ask
+    with suppress(InterruptedError):
+        module.main([])
+    return tuple(groups)
 
 
-def parse(path: Path):
+@functools.cache
+def parse(path: Path) -> Namespace:
     return parse_arguments(["--config", str(path)], *groups_of(path.parent.name), description="")
 
 
@@ -64,6 +137,7 @@ def published(request) -> Path:
 
 def test_no_figure_is_lost():
     assert {name: len(read_run_file(RUN_FILES[name])["published"]) for name in PUBLISHED} == FIGURES
+    assert len(RUN_FILES) == len(list((REPOSITORY / "recipes").glob("*/*.json"))), "no two recipes use one name"
 
 
 def test_the_flags_are_the_recipes_and_keep_their_values(path):
@@ -71,7 +145,9 @@ def test_the_flags_are_the_recipes_and_keep_their_values(path):
     args = parse(path)
     parser = StrictParser(groups_of(path.parent.name), "")
     assert parser.get_default("config") is None, "recipes do not redefine shared flags"
-    assert content["args"] == {name: getattr(args, name) for name in content["args"]}
+    changed = set().union(*(SUBSTITUTES[name][1] for name in content["args"].keys() & SUBSTITUTES.keys()))
+    kept = content["args"].keys() - INSTEAD.keys() - (changed - {"bf16"})
+    assert {name: content["args"][name] for name in kept} == {name: getattr(args, name) for name in kept}
     assert content["description"].endswith(".")
 
 
@@ -99,14 +175,40 @@ def test_the_command_is_one_that_can_be_typed(published):
         assert launcher == []
     else:
         assert launcher[:3] == ["gaudi_spawn.py", "--world_size", str(world_size)]
-        assert launcher[3:] in ([], ["--use_mpi"], ["--use_deepspeed"])
+        machines = ["--hostfile", "hostfile"] if world_size > 8 else []
+        assert launcher[3:] in (machines, [*machines, "--use_mpi"], [*machines, "--use_deepspeed"])
         assert ("--use_deepspeed" in launcher) == ("deepspeed" in content["args"])
 
 
-def test_the_name_says_model_device_and_batch(published):
-    for figure in read_run_file(published)["published"]:
-        model, device = (text.rpartition("/")[2].replace("-", "_") for text in (figure["model"], figure["device"]))
-        assert published.stem == f"{model}_{device}_{figure['world_size']}x{figure['batch_size']}"
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.rpartition("/")[2].lower()).strip("_")
+
+
+def variants(args: dict) -> dict[str, bool]:
+    """What a name may say after model, device and batch, and whether that is true."""
+    data = ("alpaca", "dolly", "finred", "guanaco")
+    return {
+        "lora": "lora_rank" in args,
+        **{name: "lora_rank" in args and name in args["dataset_name"] for name in data},
+        "fp8": "fp8" in args,
+        "fsdp": "fsdp" in args,
+        "cp": "context_parallel_size" in args,
+        "eager": args.get("use_lazy_mode") is False and "torch_compile" not in args,
+        "deepspeed": "deepspeed" in args,
+        "lr8e4": args.get("learning_rate") == 8e-4,
+    }
+
+
+def test_the_name_says_model_device_batch_and_what_is_special(published):
+    content = read_run_file(published)
+    for figure in content["published"]:
+        sizes = f"{figure['world_size']}x{figure['batch_size']}"
+        usual = f"{slug(figure['model'])}_{slug(figure['device'])}_{sizes}"
+        assert re.fullmatch(f"{usual}(_.*)?", published.stem)
+    said, true = published.stem[len(usual) :].split("_")[1:], variants(content["args"])
+    assert all(true[word] for word in said)
+    two_of_a_kind = ("deepspeed", "lr8e4")  # said only where a neighbour differs in nothing else
+    assert {name for name, is_so in true.items() if is_so} - set(two_of_a_kind) <= set(said)
 
 
 def test_figures_are_numbers_with_provenance(published):
@@ -132,9 +234,13 @@ def test_a_figures_flags_are_those_of_the_file(published):
 def test_a_run_on_the_published_device_is_comparable_and_one_on_a_laptop_is_not(published):
     args = parse(published)
     for figure in args.run_file["published"]:
-        mode = "lazy" if args.use_lazy_mode else "eager"
+        mode = "compile" if args.torch_compile else "lazy" if args.use_lazy_mode else "eager"
         there = {"name": figure["device"], "execution_mode": mode, "world_size": figure["world_size"]}
-        assert differences(figure, {"arguments": vars(args), "device": there}) == []
+        otherwise = ["precision: bf16, not fp16"] if figure.get("precision") == "fp16" else []
+        if figure.get("execution") == "compile" and "fsdp" in read_run_file(published)["args"]:
+            otherwise.append(f"execution: {mode}, not compile")
+        otherwise += [f"{name}: {INSTEAD[name]}, not {figure[name]}" for name in figure if name in INSTEAD]
+        assert differences(figure, {"arguments": vars(args), "device": there}) == otherwise
         laptop = {"arguments": vars(args), "device": {"name": "cpu (some model)", "execution_mode": "eager"}}
         assert differences(figure, laptop)[0] == f"device: cpu (some model), not {figure['device']}"
     table = compare_with_published(args.run_file["published"], {}, laptop)
@@ -149,22 +255,63 @@ def test_caveats_stand_beside_the_figures(published):
     assert any(figure.get("historical", False) for figure in figures) == ("Historical" in caveats)
     assert ("max_steps" in content["args"]) == ("max_steps" in caveats)
     throughput = any(figure["metric"].endswith("samples_per_second") and "pass_rule" in figure for figure in figures)
-    assert not throughput or "leave out the first 3" in caveats
+    assert not throughput or f"leave out the first {content['args']['throughput_warmup_steps']} " in caveats
+    assert (content["args"].keys() & INSTEAD.keys() != set()) == ("the figures are not comparable" in caveats)
+    assert any(figure["device"] == "unspecified" for figure in figures) == ("which generation" in caveats)
     assert "measured here" not in json.dumps(content).lower()
 
 
-def test_a_regression_that_became_a_baseline_is_called_one():
-    caveat = read_run_file(RUN_FILES["bart_large_cnn_gaudi3_1x2"])["caveats"][0]
-    slower = {
-        name: read_run_file(RUN_FILES[f"bart_large_cnn_{name}_1x2"])["published"] for name in ("gaudi2", "gaudi3")
-    }
-    assert all(new["value"] < 0.6 * old["value"] for old, new in zip(slower["gaudi2"], slower["gaudi3"], strict=True))
-    assert "regression" in caveat
+def figures_of(name: str) -> dict[str, float]:
+    """Values of a run file that still stand, by metric."""
+    figures = read_run_file(RUN_FILES[name])["published"]
+    return {figure["metric"]: figure["value"] for figure in figures if "historical" not in figure}
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "metric", "most"),
+    [
+        ("bart_large_cnn_gaudi3_1x2", "bart_large_cnn_gaudi2_1x2", "predict_rougeLsum", 0.6),
+        ("bart_large_cnn_gaudi3_1x2", "bart_large_cnn_gaudi2_1x2", "predict_samples_per_second", 0.6),
+        ("roberta_large_gaudi3_8x16", "roberta_large_gaudi2_8x16", "train_samples_per_second", 0.95),
+        (
+            "llama_7b_gaudi3_8x8_lora_alpaca_fsdp",
+            "llama_7b_gaudi2_8x8_lora_alpaca_fsdp",
+            "train_samples_per_second",
+            0.8,
+        ),
+    ],
+)
+def test_a_regression_that_became_a_baseline_is_called_one(new, old, metric, most):
+    assert figures_of(new)[metric] < most * figures_of(old)[metric]
+    assert "regression" in read_run_file(RUN_FILES[new])["caveats"][0]
+
+
+def test_values_that_nobody_measured_say_so():
+    """Copies from another device or data set, bounds entered by hand, and runs that diverged."""
+    pairs = [(name, name.replace("gaudi3", "gaudi2")) for name in PUBLISHED if "gaudi3" in name]
+    pairs += [("llama_7b_gaudi2_8x8_lora_finred", "llama_7b_gaudi2_8x8_lora_alpaca")]
+    for new, old in pairs:
+        same = {
+            name for name, value in figures_of(new).items() if old in PUBLISHED and figures_of(old).get(name) == value
+        }
+        words = " ".join(read_run_file(RUN_FILES[new])["caveats"]).lower()
+        assert not same or "copied" in words or "entered by hand" in words, new
+    for name in PUBLISHED:
+        words = " ".join(read_run_file(RUN_FILES[name])["caveats"])
+        figures = read_run_file(RUN_FILES[name])["published"]
+        bounds = [f for f in figures if "pass_rule" in f and f["metric"] == "train_runtime" and f["value"] % 1 == 0]
+        assert bool(bounds) <= ("entered by hand" in words), name
+        assert any(f["metric"] == "perplexity" and f["value"] > 100 for f in figures) == ("diverged" in words), name
 
 
 def test_runs_of_one_model_differ_only_where_their_devices_do():
     for name in ("bart_large_cnn", "t5_3b"):
         args = [read_run_file(RUN_FILES[f"{name}_gaudi{generation}_1x2"])["args"] for generation in (1, 2, 3)]
         assert args[0] == args[1] == args[2]
-    flan = [read_run_file(RUN_FILES[f"flan_t5_xxl_gaudi{generation}_8x22"])["args"] for generation in (2, 3)]
-    assert flan[0] == flan[1]
+    published_otherwise = {"llama_7b_gaudi3_8x8_lora_finred": {"dataloader_drop_last"}}
+    pairs = [(name, name.replace("gaudi3", "gaudi2")) for name in PUBLISHED if "gaudi3" in name]
+    assert len(pairs) > 20
+    for new, old in pairs:
+        args = [read_run_file(RUN_FILES[name])["args"] for name in (old, new)]
+        changed = {name for name in args[0] | args[1] if args[0].get(name) != args[1].get(name)}
+        assert changed == published_otherwise.get(new, set()), new

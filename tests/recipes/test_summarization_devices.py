@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY, pairs, write_jsonl
-from tests.hpu_simulator.simulator import environment
+from tests.recipes.devices import (
+    PROGRAMS,
+    QUIET,
+    STRATEGIES,
+    Ended,
+    Plan,
+    Ran,
+    assert_said_once,
+    assert_same,
+    assert_same_losses,
+    assert_same_weights,
+    assert_steady,
+    at_size,
+    launch,
+    made_once,
+    own_lines,
+    restored_environment,
+    shared_folder,
+    without_dropout,
+)
 
 pytestmark = pytest.mark.processes
 RECIPE = REPOSITORY / "recipes" / "summarization" / "run.py"
-PROGRAMS = Path(__file__).with_name("programs")
-QUIET = ["--disable_tqdm", "--report_to", "none", "--save_strategy", "no", "--logging_steps", "1"]
 LENGTHS = ["--max_source_length", "32", "--max_target_length", "12"]
-STRATEGIES = {
-    "ddp": [],
-    "fast_ddp": ["--distribution_strategy", "fast_ddp"],
-    **{name: ["--deepspeed", name] for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")},
-}
 GRAPHS = {"fast_ddp_graphs": [*STRATEGIES["fast_ddp"], "--use_hpu_graphs_for_training"]}  # on cards in lazy mode
 ON_CARDS = (*STRATEGIES, *GRAPHS)
 AT = {
@@ -46,154 +46,17 @@ AT = {
     4: ("ddp", "fast_ddp", "zero2", "zero3"),
 }
 DROPPING = ("ddp", "fast_ddp", "zero2")
-BATCH = {1: (4, 4), 2: (2, 4), 4: (1, 4)}  # rows of a micro-batch, and micro-batches: 16 rows a step at every size
 STEPS, STOP = 6, 4  # two epochs of 16, 16 and 3 rows; the checkpoint is one step into the second epoch
-
-
-@dataclass
-class Ended:
-    """A launcher that has ended: what it said, and when."""
-
-    code: int
-    out: str
-    err: str
-    at: float
-
-
-def launch(
-    size: int,
-    script: Path,
-    *arguments: str | Path,
-    mode: str | None = None,
-    cwd: Path = REPOSITORY,
-    **variables: str,
-) -> Ended:
-    """Run ``gaudi_spawn.py --world_size <size> <script> ...`` to its end.
-
-    Args:
-        mode: ``lazy`` or ``eager`` on the simulated device; the CPU without it.
-
-    Raises:
-        AssertionError: it left a process behind, or did not end.
-    """
-    mark = uuid.uuid4().hex
-    common = environment(mode) if mode else {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, REPOSITORY / "gaudi_spawn.py", "--world_size", str(size), script, *arguments]
-    own = tempfile.TemporaryDirectory()  # locks of a machine stay in its temporary folder
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env={**common, "LAUNCHED_BY": mark, "TMPDIR": own.name, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-    )
-    try:
-        out, err = process.communicate(timeout=240)
-    except BaseException as error:  # an interrupted test leaves nothing behind either
-        process.terminate()
-        out, err = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            pytest.fail(f"it did not end: {out[-2000:]}{err[-4000:]}", pytrace=False)
-        raise
-    ended, left = Ended(process.returncode, out, err, time.time()), with_mark(mark)
-    for one in left:
-        one.kill()
-    own.cleanup()
-    assert not left
-    return ended
-
-
-def with_mark(mark: str) -> list[psutil.Process]:
-    """The processes that have it in their environment: what a launcher started, wherever it has gone."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("LAUNCHED_BY") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-class Ran:
-    """What a run left in its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, log = folder, folder / "logs" / "metrics.csv"
-        self.log = list(csv.DictReader(log.open())) if log.exists() else []
-        self.metrics = json.loads((folder / "all_results.json").read_text())
-        texts = folder / "generated_predictions.txt"
-        self.texts = texts.read_text().splitlines() if texts.exists() else []
-
-    def column(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.log if row.get(name)]
-
-    def figures(self) -> dict[str, float]:
-        """Losses and scores: what depends neither on speed nor on the machine."""
-        scores = re.compile("(train|eval|predict)_(loss|rouge.*|gen_len|steps)")
-        return {name: value for name, value in self.metrics.items() if scores.fullmatch(name)}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "model.safetensors")
-
-
-def assert_same(run: Ran, expected: Ran, last: int = STEPS) -> None:
-    """Every number, within 1e-5; of the log only the ``last`` steps, where the first ones are another run's."""
-    for name in ("loss", "grad_norm", "learning_rate", "grad_clipped", "epoch"):
-        values = run.column(name)[-last:]
-        assert values == pytest.approx(expected.column(name)[-last:], abs=1e-5), name
-        assert len(values) == last
-    on_the_way = run.column("eval_loss")
-    assert on_the_way == pytest.approx(expected.column("eval_loss")[-len(on_the_way) :] if on_the_way else [], abs=1e-5)
-    assert run.figures() == pytest.approx(expected.figures(), abs=1e-5)
-    assert run.texts == expected.texts
-    assert_same_weights(run, expected, 1e-5)
-
-
-def assert_same_weights(run: Ran, expected: Ran, tolerance: float) -> None:
-    mine, theirs = run.weights(), expected.weights()
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=tolerance, msg=name)
-
-
-@contextmanager
-def restored_environment() -> Iterator[None]:
-    """What outlives a test must not leave its variables to the next."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all workers of the test run: what one of them has made there, the others read."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return tmp_path_factory.mktemp("devices")
-    shared = tmp_path_factory.getbasetemp().parent / "devices"
-    shared.mkdir(exist_ok=True)
-    return shared
-
-
-@contextmanager
-def made_once(folder: Path) -> Iterator[bool]:
-    """Whether ``folder`` has been made already; if not, the caller makes it, while other workers wait."""
-    done = folder.with_name(f"{folder.name}.done")
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        yield done.exists()
-        done.touch()
+    return shared_folder(tmp_path_factory, "summarization")
 
 
 @pytest.fixture(scope="module")
 def still(tiny_t5: Path, folder: Path) -> Path:
-    """The model without dropout, whose masks are each rank's own."""
-    with made_once(folder / "still") as made:
-        if not made:
-            shutil.copytree(tiny_t5, folder / "still")
-            config = json.loads((tiny_t5 / "config.json").read_text())
-            (folder / "still" / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.0}))
-    return folder / "still"
+    return without_dropout(tiny_t5, folder / "still")
 
 
 @pytest.fixture(scope="module")
@@ -215,36 +78,6 @@ def base(still: Path, files: list[str]) -> list[str]:
     steps = ["--num_train_epochs", "2", "--learning_rate", "0.02", "--lr_scheduler_type", "cosine", "--warmup_steps"]
     steps += ["1", "--weight_decay", "0.01", "--max_grad_norm", "0.7", "--per_device_eval_batch_size", "3"]
     return ["--model_name_or_path", str(still), *files, *phases, *steps, *LENGTHS, *QUIET, "--num_beams", "2"]
-
-
-def at_size(size: int) -> list[str]:
-    batch, accumulation = map(str, BATCH[size])
-    return ["--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulation]
-
-
-class Plan:
-    """Runs for `programs/several.py`, each in a folder of its own under ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, []
-
-    def add(self, name: str, flags: Sequence[str], watch: bool = False) -> None:
-        self.runs.append({"flags": [*flags, "--output_dir", str(self.folder / name)], "watch": watch})
-
-    def run(self, size: int, **options: str) -> dict[str, Ran]:
-        with made_once(self.folder) as made:
-            if not made:
-                self.start(size, **options)
-        return {Path(run["flags"][-1]).name: Ran(Path(run["flags"][-1])) for run in self.runs}
-
-    def start(self, size: int, **options: str) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a worker whose attempt failed
-        self.folder.mkdir()
-        path = self.folder / "plan.json"
-        path.write_text(json.dumps(self.runs))
-        ended = launch(size, PROGRAMS / "several.py", path, **options)
-        if ended.code:
-            pytest.fail(ended.err[-6000:], pytrace=False)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +141,7 @@ def resuming(base: list[str], size: int, two: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(base: list[str], folder: Path) -> dict[str, Ran]:
-    plan = Plan(folder / "one")
+    plan = Plan("summarization", folder / "one")
     for name in AT[1]:
         plan.add(name, [*base, *at_size(1), "--use_cpu", *STRATEGIES[name]])
     return plan.run(1)
@@ -316,7 +149,7 @@ def one(base: list[str], folder: Path) -> dict[str, Ran]:
 
 @pytest.fixture(scope="module")
 def two(base: list[str], folder: Path, tiny_t5: Path, uneven: dict[str, Any]) -> dict[str, Ran]:
-    plan, flags, here = Plan(folder / "two"), [*base, *at_size(2), "--use_cpu"], folder / "two"
+    plan, flags, here = Plan("summarization", folder / "two"), [*base, *at_size(2), "--use_cpu"], folder / "two"
     saving = ["--save_strategy", "steps", "--save_steps", str(STOP)]
     on_the_way = {"zero2": saving, "ddp": ["--eval_strategy", "epoch"], "zero3": ["--eval_strategy", "epoch"]}
     for name in AT[2]:
@@ -334,7 +167,7 @@ def two(base: list[str], folder: Path, tiny_t5: Path, uneven: dict[str, Any]) ->
 
 @pytest.fixture(scope="module")
 def four(base: list[str], folder: Path, two: dict[str, Ran]) -> dict[str, Ran]:
-    plan = Plan(folder / "four")
+    plan = Plan("summarization", folder / "four")
     for name in AT[4]:
         plan.add(name, [*base, *at_size(4), "--use_cpu", *STRATEGIES[name]])
     for name in ("ddp", "zero3"):
@@ -420,10 +253,8 @@ def test_ranks_that_stop_at_different_lengths_generate_together(
 
 
 def on_cards(folder: Path, base: list[str], mode: str, names: Sequence[str], watched: Sequence[str]) -> dict[str, Ran]:
-    plan, cards = (
-        Plan(folder / mode),
-        {"HPU_SIMULATOR_DEVICES": "2", "HPU_SIMULATOR_JSON": str(folder / mode / "report.json")},
-    )
+    plan = Plan("summarization", folder / mode)
+    cards = {"HPU_SIMULATOR_DEVICES": "2", "HPU_SIMULATOR_JSON": str(folder / mode / "report.json")}
     flags = [*base, "--do_eval", "False", "--do_predict", "False", *at_size(2)]
     for name in watched:  # before DeepSpeed, which has collectives of its own
         longer = ["--logging_steps", "1000", "--num_train_epochs", "6", "--length_buckets", "2"]
@@ -441,12 +272,6 @@ def lazy(folder: Path, base: list[str]) -> dict[str, Ran]:
 @pytest.fixture(scope="module")
 def eager(folder: Path, base: list[str]) -> dict[str, Ran]:
     return on_cards(folder, base, "eager", ("ddp", "zero2"), ())
-
-
-def assert_same_losses(run: Ran, expected: Ran) -> None:
-    for name in ("loss", "grad_norm", "learning_rate"):
-        assert run.column(name) == pytest.approx(expected.column(name), abs=1e-5), name
-    assert_same_weights(run, expected, 1e-4)
 
 
 @pytest.mark.compiles
@@ -470,15 +295,7 @@ def test_so_they_have_in_eager_mode(name: str, eager: dict[str, Ran], alone: Ran
 def test_a_steady_step_on_two_cards_compiles_nothing_and_waits_for_nothing(
     rank: int, name: str, lazy: dict[str, Ran]
 ) -> None:
-    """The first losses are looked at one by one. DDP changes its buckets once: each shape has two epochs to be seen."""
-    found = json.loads((lazy[f"{name}_watched"].folder / f"watched-rank{rank}.json").read_text())
-    graphs, waits = zip(*found["steps"], strict=True)
-    assert len(graphs) == 18
-    assert waits[0] < waits[2], "the first losses were not read"
-    assert set(waits[2:]) == {waits[2]}, waits
-    assert len(set(graphs[5:])) == 1, graphs
-    assert ["allreduce", "float32"] in found["collectives"]
-    assert {dtype for _, dtype in found["collectives"]} <= {"float32", "int32", "int64"}, "HCCL lacks the others"
+    assert_steady(lazy[f"{name}_watched"], rank, steps=18)
 
 
 @pytest.mark.compiles
@@ -525,7 +342,7 @@ def test_a_rank_that_fails_ends_the_others(fault: str, training: list[str], tmp_
         at = training.index("--train_file") + 1
         training[at] = "rows.jsonl"
     command = [fault, tmp_path / "notes", *training, *flags, "--use_cpu"]
-    ended = launch(2, PROGRAMS / "faulty.py", *command, cwd=tmp_path)
+    ended = launch(2, PROGRAMS / "faulty.py", "summarization", *command, cwd=tmp_path)
     assert_ended_at_once(ended, tmp_path / "notes", code, how, said)
     if fault != "row":  # which all ranks learn of, each first
         assert "rank 1 failed first" in ended.err
@@ -534,7 +351,7 @@ def test_a_rank_that_fails_ends_the_others(fault: str, training: list[str], tmp_
 @pytest.mark.compiles
 def test_a_card_without_memory_ends_the_others(training: list[str], tmp_path: Path) -> None:
     command = ["memory", tmp_path / "notes", *training]
-    ended = launch(2, PROGRAMS / "faulty.py", *command, mode="lazy", HPU_SIMULATOR_DEVICES="2")
+    ended = launch(2, PROGRAMS / "faulty.py", "summarization", *command, mode="lazy", HPU_SIMULATOR_DEVICES="2")
     assert_ended_at_once(ended, tmp_path / "notes", 1, "exit code 1", "")
     report = ended.err[ended.err.rindex("rank 1 failed first") :]
     assert re.search(r"out of memory.* hpu:\d has", report), report
@@ -543,33 +360,12 @@ def test_a_card_without_memory_ends_the_others(training: list[str], tmp_path: Pa
 # --- Preparing the data, and what is said -----------------------------------------------------------------------------
 
 
-def own_lines(out: str) -> list[str]:
-    """The lines without the launcher's marks, which all of them have.
-
-    Raises:
-        AssertionError: a line is torn: it has no mark, or another one inside.
-    """
-    for line in out.splitlines():
-        assert re.match(r"\[rank \d\] ?", line), line
-        assert line.count("[rank ") == 1, line
-    return [re.sub(r"^\[rank \d\] ?", "", line) for line in out.splitlines()]
-
-
-def assert_said_once(out: str, size: int) -> None:
-    """The run's own lines come from rank 0 alone."""
-    lines = own_lines(out)
-    for start in (f"device  .* x {size}", "global batch ", "optimiser steps ", "train$", "eval$", "all results: "):
-        found = [line for line in lines if re.match(start, line)]
-        assert len(found) == 1, (start, out)
-    assert not [line for line in out.splitlines() if not line.startswith("[rank 0]")]
-
-
 def test_a_slow_tokenizer_runs_once_and_no_rank_gives_up(training: list[str], files: list[str], tmp_path: Path) -> None:
     """A cold cache, two splits, and twelve seconds of work where a collective gives up after five."""
     evaluated = files[files.index("--validation_file") :][:2]
     flags = [*training, *evaluated, "--use_cpu", "--do_eval", "--max_steps", "2", "--ddp_timeout", "5"]
     cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "TOKENIZER_SECONDS": "3"}
-    ended = launch(4, PROGRAMS / "faulty.py", "slow", tmp_path / "notes", *flags, **cache)
+    ended = launch(4, PROGRAMS / "faulty.py", "summarization", "slow", tmp_path / "notes", *flags, **cache)
     assert ended.code == 0, ended.err[-4000:]
     calls = (tmp_path / "notes").read_text().splitlines()
     assert len(calls) == 4, calls  # texts and summaries of each split

@@ -1,4 +1,4 @@
-"""The recipe with one thing wrong: ``faulty.py <fault> <notes> flags...``. What is wrong is real, nothing is imitated.
+"""A recipe with one thing wrong: ``faulty.py <recipe> <fault> <notes> flags...``. It is real, nothing is imitated.
 
 ``notes`` is a file that gets a line for what happened: the time of the fault, or each call of the tokenizer.
 """
@@ -19,7 +19,7 @@ from core.errors import exit_with_one_line
 from tests.conftest import load_recipe
 
 RANK = int(os.environ["RANK"])
-NOTES = Path(sys.argv[2])
+NOTES = Path(sys.argv[3])
 GIB = 2**30
 
 
@@ -86,7 +86,7 @@ def slow_tokenizer() -> None:
 
 
 def main() -> None:
-    recipe, fault = load_recipe("summarization"), sys.argv[1]
+    recipe, fault = load_recipe(sys.argv[1]), sys.argv[2]
     in_step = {"raise": raise_it, "kill": kill, "memory": fill_memory}
     if fault in in_step:
         in_call(3, recipe, "loss_sum", in_step[fault])
@@ -97,7 +97,7 @@ def main() -> None:
         in_call(1, recipe, "load_data", lambda: time.sleep(600), rank=0)  # it does not notice that it is alone
     elif fault == "slow":
         slow_tokenizer()
-    recipe.main(sys.argv[3:])
+    recipe.main(sys.argv[4:])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs the recipe many times in the same ranks, since starting them takes longer than a run: ``several.py plan.json``.
+"""Runs a recipe many times in the same ranks, since starting them takes longer than a run.
 
-The plan is a list of objects: ``flags``, and ``watch``, which counts what a step asks of the simulated device. The
-process group is made here, so that a run finds it and leaves it: DeepSpeed keeps groups that it has made of it.
+``several.py <recipe> plan.json``: the plan is a list of objects with ``flags``, and ``watch``, which counts what a step
+asks of the device. The process group is made here, so that a run finds it and leaves it: DeepSpeed keeps groups that it
+has made of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests.conftest import load_recipe
@@ -33,38 +35,51 @@ def join() -> None:
     dist.init_process_group("cpu:gloo,hpu:hccl" if SIMULATED else "cpu:gloo", timeout=timedelta(seconds=60))
 
 
-@contextmanager
-def watched(folder: Path) -> Iterator[None]:
-    """Write down, per optimiser step, the graphs and the waits for the device that there have been so far.
-
-    And at last the kinds of collectives.
-    """
-    from core.data import Window
-    from core.engine import Engine
+def snapshot() -> dict[str, list[dict]]:
+    """What the simulated device has seen so far; nothing without one."""
+    if not SIMULATED:
+        return {"graphs": [], "syncs": [], "collectives": []}
     from hpu_simulator import runtime
 
-    step, counts = Engine.step, []
+    return runtime.snapshot()
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Write down, per optimiser step, the graphs and the waits for the simulated device that there have been so far.
+
+    And at last the kinds of collectives, and per backward pass whether the gradient took the memory of the logits.
+    """
+    from core import losses
+    from core.data import Window
+    from core.engine import Engine
+
+    step, alone, counts, in_place = Engine.step, losses._is_ours_alone, [], []
 
     def counting(self: Engine, window: Window) -> None:
         step(self, window)
-        seen = runtime.snapshot()
+        seen = snapshot()
         compiled = sum(graph["compiled"] for graph in seen["graphs"])
         counts.append([compiled, sum(sync["count"] for sync in seen["syncs"])])
 
-    Engine.step = counting
+    def noting(rows: torch.Tensor) -> bool:
+        in_place.append(alone(rows))
+        return in_place[-1]
+
+    Engine.step, losses._is_ours_alone = counting, noting
     try:
         yield
     finally:
-        Engine.step = step
-        kinds = sorted({(each["op"], each["dtype"]) for each in runtime.snapshot()["collectives"]})
-        found = {"steps": counts, "collectives": kinds}
+        Engine.step, losses._is_ours_alone = step, alone
+        kinds = sorted({(each["op"], each["dtype"]) for each in snapshot()["collectives"]})
+        found = {"steps": counts, "collectives": kinds, "in_place": in_place}
         (folder / f"watched-rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def main() -> None:
-    recipe = load_recipe("summarization")
+    recipe = load_recipe(sys.argv[1])
     join()
-    for run in json.loads(Path(sys.argv[1]).read_text()):
+    for run in json.loads(Path(sys.argv[2]).read_text()):
         before, began, flags = dict(os.environ), time.monotonic(), run["flags"]
         folder = Path(flags[flags.index("--output_dir") + 1])
         with watched(folder) if run["watch"] else nullcontext():
