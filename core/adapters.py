@@ -143,6 +143,7 @@ def save(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | N
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True  # as peft writes it: to be loaded, not trained
+    config.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(folder)
 
 

@@ -26,8 +26,10 @@ Part = tuple[list[int], int, tuple[int, ...]]
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor:
     """Cut or pad rows of token numbers on the right to one length: (rows, length), int64."""
-    padded = [[*row[:length], *[value] * (length - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), length)
+    padded = np.full((len(rows), length), value, dtype=np.int64)
+    for out, row in zip(padded, rows, strict=True):
+        out[: len(row)] = row[:length]
+    return torch.from_numpy(padded)
 
 
 @dataclass
@@ -83,22 +85,24 @@ def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
     return batch
 
 
+def changed(loader: Any, row: Any, number: int, epoch: int) -> Any:
+    """Return a row with its random change, if ``loader`` has one, drawn from (seed, epoch, row number) alone."""
+    if loader.augment is None:
+        return row
+    return loader.augment(row, np.random.default_rng([loader.augment_seed, epoch, number]))
+
+
 def make_batch(loader: Any, row: Callable[[int], Any], part: Part, epoch: int) -> Batch:
     """Make one micro-batch as ``loader`` says: its ``augment`` and ``augment_seed``, ``collate`` and ``batch_size``.
 
-    A row's random change is drawn from (seed, epoch, row number) alone: neither workers, ranks, batch size nor a resume
-    move it.
+    Neither workers, ranks, batch size nor a resume move a row's random change.
 
     Args:
         row: gives a row by its number.
         part: the micro-batch's rows (none: it is all filler), the row that filler repeats, and the padded shape.
     """
     real, filler, shape = part
-    numbers = real or [filler]
-    rows = [row(number) for number in numbers]
-    if loader.augment:
-        draws = [np.random.default_rng([loader.augment_seed, epoch, number]) for number in numbers]
-        rows = [loader.augment(one, draw) for one, draw in zip(rows, draws, strict=True)]
+    rows = [changed(loader, row(number), number, epoch) for number in real or [filler]]
     return fill(loader.collate(rows, shape), loader.batch_size, len(real))
 
 
@@ -216,6 +220,10 @@ class BatchLoader:
         """
         buckets = make_buckets(lengths, limits, 1 if args.pad_to_max_length else args.length_buckets)
         return cls(dataset, collate, lengths, buckets, augment=augment, **loader_options(args, train))
+
+    def rows(self) -> Iterator[Any]:
+        """Yield every row as an evaluation sees it, on any rank."""
+        return (changed(self, self.dataset[number], number, epoch=0) for number in range(len(self.tokens_of_row)))
 
     def order(self) -> dict[str, Any]:
         """What the rows' order depends on: a position in an epoch means the same rows only where this is equal."""

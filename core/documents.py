@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from core.data import IGNORE_INDEX, Batch, pad_rows
-from core.errors import UserError, did_you_mean
+from core.errors import UserError, did_you_mean, warn_once
 
 Columns = dict[str, list[Any]]
 # How a prompt is written where no chat template is asked for; a part that a row lacks is left out.
@@ -47,7 +48,7 @@ def text_encoder(tokenizer: Any, column: str, end: list[int], limit: int | None)
 
     def encode(batch: Columns) -> Columns:
         texts = [text or "" for text in batch[column]]
-        found = tokenizer(texts, verbose=False)["input_ids"]
+        found = tokenizer(texts, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
         ended = [ids if ids[-1:] == end else ids + end for ids in found]
         return {"input_ids": [ids[:limit] if text else [] for ids, text in zip(ended, texts, strict=True)]}
 
@@ -72,19 +73,27 @@ def prompt_encoder(
     if chat and not getattr(tokenizer, "chat_template", None):
         raise UserError("--chat_prompt: the tokenizer has no chat template; leave it out, or name another tokenizer")
 
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+
+    def as_text(value: Any) -> str:
+        return "" if value is None else str(value).strip()
+
     def write(row: dict[str, Any]) -> str:
-        parts = {part: str(row.get(columns[part]) or "").strip() for part in PROMPT}
+        parts = {part: as_text(row.get(columns[part])) for part in PROMPT}
         if chat:
             said = [{"role": "user", "content": "\n\n".join(filter(None, parts.values()))}]
-            return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            try:
+                return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                raise UserError(f"--chat_prompt: the tokenizer's chat template refuses a row: {error}") from error
         return "".join(PROMPT[part].format(text) for part, text in parts.items() if text) + ANSWER
 
     def encode(batch: Columns) -> Columns:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         prompts = tokenizer([write(row) for row in rows], add_special_tokens=not chat, verbose=False)["input_ids"]
         # What a tokenizer puts at a text's end would part the prompt from its answer.
-        prompts = [ids[: len(ids) - (ids[-1:] == end)] if end else ids for ids in prompts]
-        answers = [str(row[columns["output"]] or "") for row in rows]
+        prompts = [ids[:-1] if ids[-1:] and ids[-1] in ends else ids for ids in prompts]
+        answers = [as_text(row[columns["output"]]) for row in rows]
         answers = tokenizer(answers, add_special_tokens=False, verbose=False)["input_ids"]
         both = [(prompt, answer + end) for prompt, answer in zip(prompts, answers, strict=True)]
         found = {"input_ids": [(prompt + answer)[:limit] for prompt, answer in both]}
@@ -103,21 +112,46 @@ def mask_tokens(
     Source: Devlin et al., 2018, arXiv 1810.04805, section 3.1.
 
     Args:
-        row: with ``input_ids`` (length,).
+        row: with ``input_ids`` (length,) and perhaps ``labels``: where these are -100 nothing is hidden.
         special: tokens that are never hidden.
 
     Returns:
         The row with the ``input_ids`` that the model sees, and ``labels``: the hidden tokens, else -100.
     """
     ids = np.asarray(row["input_ids"])
-    chosen = (draw.random(len(ids)) < share) & ~np.isin(ids, special)
+    chosen = (draw.random(len(ids)) < share) & ~np.isin(ids, special) & (np.asarray(row.get("labels", ids)) >= 0)
     fate, other = draw.random(len(ids)), draw.integers(vocabulary, size=len(ids))
     seen = np.where(fate < 0.8, mask, np.where(fate < 0.9, other, ids))
     return {**row, "input_ids": np.where(chosen, seen, ids), "labels": np.where(chosen, ids, IGNORE_INDEX)}
 
 
+def opening(tokenizer: Any, prompt: str) -> list[int]:
+    """The tokens of a text that goes on: as the tokenizer begins one, without the end that it may write."""
+    ids = tokenizer(prompt, verbose=False)["input_ids"]
+    return ids[:-1] if ids[-1:] and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id) else ids
+
+
+def require_opening(tokenizer: Any, args: Namespace) -> None:
+    """Say that a masked model does not go on with ``args.sample_prompt``; of a causal one, see that there is room.
+
+    Raises:
+        UserError: the prompt has no token, or fills a row of ``args.block_size``.
+    """
+    count = len(opening(tokenizer, args.sample_prompt))
+    if args.objective != "causal":
+        warn_once("--sample_prompt has no effect: this model does not go on with a text")
+    elif not 0 < count < args.block_size:
+        raise UserError(f"--sample_prompt has {count} tokens; it needs 1 at least, and fewer than {args.block_size}")
+
+
 def masking(tokenizer: Any, share: float) -> Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]:
-    """`mask_tokens` with a tokenizer's mask, special tokens and vocabulary."""
+    """`mask_tokens` with a tokenizer's mask, special tokens and vocabulary.
+
+    Raises:
+        UserError: the tokenizer has no mask.
+    """
+    if tokenizer.mask_token_id is None:
+        raise UserError("--objective masked: the tokenizer has no mask token; name one that has, with --tokenizer_name")
     special, vocabulary = tokenizer.all_special_ids, len(tokenizer)
     return partial(mask_tokens, share=share, mask=tokenizer.mask_token_id, special=special, vocabulary=vocabulary)
 

@@ -50,8 +50,8 @@ class Engine:
         run.ledger.declare("train", len(loader.buckets))
         self.throughput = run.meter()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.model.parameters()]
-        self.weights = sum(size for size, trained in sizes if trained)
-        self.flops = FlopsByShape(backward=2 if 2 * self.weights > sum(size for size, _ in sizes) else 1)
+        self.trained_parameters = sum(size for size, trained in sizes if trained)
+        self.flops = FlopsByShape(backward=2 if 2 * self.trained_parameters > sum(size for size, _ in sizes) else 1)
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
         # Of the steps since the last record. On the device: nothing waits for it until a record is written.
@@ -93,7 +93,7 @@ class Engine:
             "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
             "optimiser steps": f"{self.total_steps}{epoch}",
             "optimiser": f"{type(self.optimizer).__name__}, {rate}",
-            "parameters": f"{self.weights:,}",
+            "parameters": f"{self.trained_parameters:,}",
             "output folder": self.run.output_dir,
             "resumed from": f"{self.run.resume_from} at step {self.step_count}" if self.run.resume_from else None,
         }
@@ -290,7 +290,7 @@ class Engine:
         if math.isinf(self.loader.windows_per_epoch) and not differing:  # a stream, whose end has been seen or not
             self.loader.windows_per_epoch = saved["windows_per_epoch"] or math.inf
         if self.args.ignore_data_skip:
-            self.epoch, self.position = self.epoch + saved.get("epoch_ended", False), 0
+            self.epoch, self.position = self.epoch + saved["epoch_ended"], 0
         at, loss = distributed.rank(), saved["since_record"]["loss"]
         same = len(own) == distributed.world_size()
         self.loss_sum.fill_(own[at] if same else loss if at == 0 else 0.0)

@@ -120,7 +120,8 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
         _tell(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        _tell("interrupted; --resume_from_checkpoint auto goes on from the last checkpoint")
+        if is_main_process():  # the others were interrupted as well, and have nothing to add
+            _tell("interrupted; --resume_from_checkpoint auto goes on from the last checkpoint")
         sys.exit(130)
 
 

@@ -9,12 +9,12 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from core.arguments import flag
-from core.errors import UserError, did_you_mean, warn_once
+from core.errors import UserError, did_you_mean, say, warn_once
 
 SECONDS = 1.8
 # What names a model or data: a recipe without any of them builds and reads its own.
@@ -52,10 +52,17 @@ class LoraArguments:
     """Which low-rank adapters are trained, in place of the model's own weights."""
 
     _argument_group_name = "LoRA"
+    peft_type: Literal["lora"] = flag("lora", "the kind of adapters")
     lora_rank: int | None = flag(None, "train adapters of this rank, and nothing else")
     lora_alpha: float = flag(16.0, "adapters are scaled by alpha / rank")
     lora_dropout: float = flag(0.05, "share of an adapter's input that is dropped in training")
     lora_target_modules: list[str] | None = flag(None, "the adapted layers, e.g. q_proj v_proj", nargs="+")
+
+
+def lora_flags(args: Namespace) -> list[str]:
+    """The flags of `LoraArguments`, but for the rank, that are not at their defaults."""
+    own = [flag for flag in fields(LoraArguments) if flag.name != "lora_rank"]
+    return [flag.name for flag in own if getattr(args, flag.name) != flag.default]
 
 
 def is_local(name: str | None) -> bool:
@@ -133,11 +140,28 @@ def load_config(args: Namespace) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     name = args.config_name or args.model_name_or_path
+    if name is None and args.model_type is None and args.tokenizer_name:
+        raise UserError("--tokenizer_name needs a model or configuration; without them a tokenizer is trained, too")
     if name is None and args.model_type not in (None, *CONFIG_MAPPING):
         raise UserError(f"--model_type: there is no {args.model_type!r}{did_you_mean(args.model_type, CONFIG_MAPPING)}")
+    if name and (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        raise UserError(f"{name} is a LoRA adapter, no whole model; name its run's folder, which ends with both merged")
+    if name is None and args.model_type and not args.tokenizer_name:
+        raise UserError("--model_type says nothing of the tokenizer: name one with --tokenizer_name")
     if name is None:
         return AutoConfig.for_model(args.model_type) if args.model_type else None
     return AutoConfig.from_pretrained(name, **model_options(args))
+
+
+def look_back(config: Any) -> None:
+    """Let the model of a configuration see the tokens before each one only, as it does in text generation.
+
+    Raises:
+        UserError: this kind of model has no such way.
+    """
+    if config.model_type == "xlnet":
+        raise UserError("xlnet sees the tokens that it would have to foretell; take another model")
+    config.update({name: True for name in ("is_decoder", "causal") if hasattr(config, name)})
 
 
 def load_splits(
@@ -170,6 +194,9 @@ def load_splits(
     from datasets import load_dataset
 
     if name:
+        for path in sorted(Path(name).rglob("*")) if Path(name).is_dir() else ():
+            if path.is_file() and path.suffix in readers:
+                _look_for_other_bytes(str(path), readers[path.suffix])
         with loading(f"--dataset_name {name}", name):
             return dict(load_dataset(name, args.dataset_config_name, token=args.token, **options))
     splits = {}
@@ -215,12 +242,22 @@ def _positions(model: Any) -> int | None:
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     unused = getattr(table, "padding_idx", None)  # models that number positions from the padding's row on
     positions = getattr(model.config, "max_position_embeddings", None)
-    return positions if unused is None or positions is None else positions - unused - 1
+    if positions is None or positions <= 0:
+        return None
+    return positions if unused is None else positions - unused - 1
 
 
 def choose_length(model: Any, tokenizer: Any, asked: int | None) -> int:
-    """Return how many tokens a row has: those asked for, else what tokenizer and model allow, but not over 1,024."""
+    """Return how many tokens a row has: those asked for, else the tokenizer's limit.
+
+    Where that is more than the model has positions, the model's, but not over 1,024.
+
+    Raises:
+        UserError: one is asked for.
+    """
     positions, most = _positions(model) or 1024, tokenizer.model_max_length
+    if asked == 1:
+        raise UserError("a row of one token has nothing to foretell; give at least 2")
     if asked and asked > most:
         warn_once(f"{asked} tokens a row: the tokenizer's limit is {most}, which is used")
         return most
@@ -238,8 +275,11 @@ def fit(model: Any, tokenizer: Any, longest: int) -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise UserError("the tokenizer has no padding token; name one that has, with --tokenizer_name")
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # not the weight's shape, which ZeRO-3 takes away
-        model.resize_token_embeddings(len(tokenizer))
+    tokens = max(tokenizer.get_vocab().values(), default=0) + 1  # numbers may have gaps
+    had = model.get_input_embeddings().num_embeddings  # not the weight's shape, which ZeRO-3 takes away
+    if tokens > had:
+        model.resize_token_embeddings(tokens)
+        say(f"the tokenizer has {tokens} tokens, the model had {had}: the others' embeddings are new, untrained")
     positions = _positions(model)
     if positions and longest > positions:
         raise UserError(

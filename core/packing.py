@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 Block = dict[str, np.ndarray]
 
 
-def require_block(documents: int, tokens: int, length: int) -> None:
+def require_block(documents: int, tokens: int, length: int, name: str) -> None:
     """Raise a `UserError` if there is no document, or less than one block of tokens in all of them."""
     if documents == 0:
-        raise UserError("there are no documents; give more text")
+        raise UserError(f"{name}: there are no documents; give more text")
     if tokens < length:
-        raise UserError(f"{tokens} tokens make no block of {length}; give more text or a smaller --block_size")
+        raise UserError(f"{name}: {tokens} tokens make no block of {length}; give more text or a smaller --block_size")
 
 
 def make_block(pieces: Sequence[np.ndarray]) -> Block:
@@ -54,7 +54,7 @@ def cut(documents: Iterable[Sequence[int]], length: int) -> Iterator[Block]:
                 yield make_block(pieces)
                 pieces, missing, full = [], length, True
     if not full:
-        require_block(read, length - missing, length)
+        require_block(read, length - missing, length, "stream")
     if pieces:
         yield make_block(pieces)
 
@@ -68,17 +68,27 @@ class Blocks(Dataset):
         documents: has a column ``input_ids`` of token numbers; end tokens are among them.
         length: tokens of a block.
         limit: the first N blocks only.
+        name: what errors call the documents.
+        may_be_short: fewer tokens than one block are one short block, instead of an error.
 
     Attributes:
         tokens: of all documents; ``used`` of them are in a block.
         documents: how many there are; ``empty`` of them have no token.
 
     Raises:
-        UserError: there is no full block.
+        UserError: there is no full block (``may_be_short``: no two tokens).
     """
 
-    def __init__(self, documents: datasets.Dataset, length: int, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        documents: datasets.Dataset,
+        length: int,
+        limit: int | None = None,
+        name: str = "data",
+        may_be_short: bool = False,
+    ) -> None:
         self.source, self.length, self.limit = documents, length, limit
+        self.name, self.may_be_short = name, may_be_short
         self._open()
 
     def _open(self) -> None:
@@ -95,7 +105,7 @@ class Blocks(Dataset):
         self._starts, self._ends = starts[some], np.cumsum(lengths[some])
         self.documents, self.empty = len(lengths), int(len(lengths) - some.sum())
         self.tokens = int(lengths.sum())
-        require_block(self.documents, self.tokens, self.length)
+        require_block(self.documents, self.tokens, 2 if self.may_be_short else self.length, self.name)
         flat = [chunk.flatten() for chunk in chunks]  # without what a slice leaves out, and without null lists
         if any(values.null_count for values in flat):
             raise UserError("input_ids: a token is null; mend the data")
@@ -107,7 +117,7 @@ class Blocks(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker process opens the table itself: arrays that lie in it would be sent as copies."""
-        return {"source": self.source, "length": self.length, "limit": self.limit}
+        return {name: getattr(self, name) for name in ("source", "length", "limit", "name", "may_be_short")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -185,7 +195,26 @@ def packed_inputs(document_ids: torch.Tensor, causal: bool, attention: str) -> d
     return inputs | ({"position_ids": document_positions(document_ids)} if causal else {})
 
 
-def require_positions(model: torch.nn.Module) -> None:
-    """Raise a `UserError` if a model of transformers has positions of its own, which no document can begin anew."""
-    if "position_ids" not in signature(model.forward).parameters:
-        raise UserError("--pack_documents: this model takes no positions, which begin anew with each document")
+def require_separable(model: torch.nn.Module, length: int) -> None:
+    """Refuse a causal model of transformers whose documents `packed_inputs` would not keep apart, or not alike.
+
+    Raises:
+        UserError: it takes no positions or begins them elsewhere, hands a state on, or sees a window of a row only.
+    """
+    config = model.config
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if not getattr(config, "use_sliding_window", True):
+        windows = []
+    kinds = {"full_attention", "sliding_attention", "chunked_attention"}
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    reasons = {
+        "takes no positions": "position_ids" not in signature(model.forward).parameters
+        or getattr(config, "alibi", False),
+        "numbers positions from the padding on": getattr(table, "padding_idx", None) is not None,
+        "takes no mask of two sides": hasattr(config, "causal"),
+        "hands a state from token to token": getattr(model, "_is_stateful", False)
+        or not set(getattr(config, "layer_types", None) or ()) <= kinds,
+        f"attends to fewer tokens than the {length} of a row": any(window and window < length for window in windows),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UserError(f"--pack_documents: this model {reason}, so its documents cannot be kept apart; leave it out")

@@ -1,6 +1,6 @@
 """Real prose that every machine has: Python's language reference and the docstrings of the installed sources.
 
-Written by thousands of people over thirty years, and what is installed anyway. Which text there is depends on the
+Which text there is depends on the
 installed versions: write it down (`core.sample_data.write_splits`) with a run that rests on it.
 """
 

@@ -213,7 +213,7 @@ class Run:
             return metrics, []
         numbers = torch.cat(distributed.gather_rows(torch.tensor(ids, dtype=torch.int64)))
         gathered = torch.cat(distributed.gather_rows(torch.cat(outputs)))
-        whole = gathered.new_zeros(len(loader.tokens_of_row), *gathered.shape[1:])
+        whole = torch.empty_like(gathered)  # which holds every row once
         whole[numbers] = gathered
         return metrics, list(whole)
 

@@ -2,8 +2,8 @@
 
 The standard library and the distributions that this project requires carry tens of thousands of docstrings written by
 people, each beside the code it describes. Which rows there are depends on the installed versions. Only the standard
-library is imported: the processes that read the sources start from here (a fork would copy a parent with threads,
-``multiprocessing``'s spawn would import the parent's main module, and torch with it).
+library and `core.errors` are imported: the processes that read the sources start from here (a fork would copy a parent
+with threads, ``multiprocessing``'s spawn would import the parent's main module, and torch with it).
 """
 
 from __future__ import annotations

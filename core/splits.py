@@ -23,17 +23,22 @@ def hold_out(rows: Any, percent: float) -> tuple[Any, Any]:
     if hasattr(rows, "select"):
         held = math.ceil(len(rows) * percent / 100)
         if held >= len(rows):
-            raise UserError(f"of {len(rows)} rows none would be left to train on; give the validation split by name")
+            raise UserError(
+                f"of {len(rows)} rows none would be left to train on: give --validation_file"
+                " (blank lines part the rows of a txt file; with --line_by_line every line is one)"
+            )
         return rows.select(range(held, len(rows))), rows.select(range(held))
 
     def is_held(row: dict[str, Any]) -> bool:
-        return zlib.crc32(repr(sorted(row.items())).encode()) % 100 < percent
+        return zlib.crc32(repr(sorted(row.items())).encode()) % 10_000 < 100 * percent
 
     return rows.filter(lambda row: not is_held(row)), rows.filter(is_held)
 
 
 def add_validation(found: dict[str, Any], args: Namespace) -> None:
     """Hold ``--validation_split_percentage`` of the training rows out, if validation rows are needed and missing."""
+    if args.validation_split_percentage >= 100:
+        raise UserError("--validation_split_percentage must be below 100: the others are trained on")
     needed = args.do_eval or args.eval_strategy != "no"
     if needed and "train" in found and "validation" not in found and args.validation_split_percentage:
         found["train"], found["validation"] = hold_out(found["train"], args.validation_split_percentage)
@@ -55,8 +60,18 @@ def needed_splits(args: Namespace, splits: dict[str, Any]) -> dict[str, str]:
 
 
 def columns_of(rows: Any) -> list[str]:
-    """The names of the columns; a stream may have to read its first row for them."""
-    return rows.column_names or list(next(iter(rows), {}))
+    """The names of the columns; a stream may have to read its first row for them.
+
+    Raises:
+        UserError: that row cannot be read, or there is none.
+    """
+    try:
+        names = rows.column_names or list(next(iter(rows), {}))
+    except Exception as error:  # whatever reads the stream has its own
+        raise UserError(f"the first row of the stream cannot be read: {error}") from error
+    if not names:
+        raise UserError("the stream has no rows")
+    return names
 
 
 def text_column(rows: Any, asked: str | None) -> str:
@@ -70,6 +85,8 @@ def text_column(rows: Any, asked: str | None) -> str:
         hint, have = did_you_mean(asked, names), ", ".join(names)
         raise UserError(f"--text_column: no column {asked!r}{hint}; there are: {have}")
     name = asked or ("text" if "text" in names else names[0])
+    if name == names[0] != "text" and not asked and len(names) > 1:
+        warn_once(f"no column is called text: {name!r} is read, of {', '.join(names)}; --text_column names another")
     kind = (rows.features or {}).get(name)  # a stream may not know
     if kind is not None and getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
         raise UserError(f"--text_column: {name!r} holds {kind}, not text; there are: {', '.join(names)}")
@@ -94,11 +111,17 @@ def token_column(rows: Any, vocabulary: int) -> Any:
         lists = any(is_kind(column.type) for is_kind in kinds)
         if not (lists and pa.types.is_integer(column.type.value_type)):
             raise UserError(f"input_ids holds {column.type}, not lists of token numbers; name the column of the texts")
-        most = pc.max(pc.list_flatten(column)).as_py() or 0
-        if most >= vocabulary:
+        least, most = pc.min_max(pc.list_flatten(column)).as_py().values()
+        if (least or 0) < 0:
+            raise UserError(f"input_ids has the token {least}; token numbers begin at 0")
+        if (most or 0) >= vocabulary:
             raise UserError(
                 f"input_ids has the token {most}, the vocabulary ends at {vocabulary - 1}; name its tokenizer"
             )
+    if others := set(columns_of(rows)) - {"input_ids"}:
+        warn_once(
+            f"input_ids alone is taken; not used: {', '.join(sorted(others))} (--text_column reads texts instead)"
+        )
     return rows.select_columns(["input_ids"])
 
 
@@ -150,13 +173,16 @@ def map_rows(rows: Any, encode: Any, args: Namespace, columns: Sequence[str]) ->
         return rows.map(encode, batched=True, remove_columns=columns_of(rows), features=features)
     # "Anew" is another key for all ranks: a rank that came first would else go on with what was there.
     key = on_main(lambda: uuid.uuid4().hex[:16]) if args.overwrite_cache else None
-    with once_per_machine() if rows.cache_files else contextlib.nullcontext():
-        return rows.map(
-            encode,
-            batched=True,
-            remove_columns=rows.column_names,
-            features=features,
-            num_proc=args.preprocessing_num_workers,
-            new_fingerprint=key,
-            desc="tokenize",
-        )
+    try:
+        with once_per_machine() if rows.cache_files else contextlib.nullcontext():
+            return rows.map(
+                encode,
+                batched=True,
+                remove_columns=rows.column_names,
+                features=features,
+                num_proc=args.preprocessing_num_workers,
+                new_fingerprint=key,
+                desc="tokenize",
+            )
+    except UnicodeDecodeError as error:  # files of a folder, which nobody has looked at
+        raise UserError(f"a text of the data set is not UTF-8 ({error}); convert its files") from None

@@ -54,7 +54,6 @@ class StreamLoader:
 
     Attributes:
         windows_per_epoch: infinite until an epoch has been read to its end.
-        tokens_of_row: the length of each block that has been read.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class StreamLoader:
         self.pin_memory, self.augment, self.augment_seed = pin_memory, augment, augment_seed
         self.window = batch_size * accumulation * distributed.world_size()
         self.windows_per_epoch: float = math.inf
-        self.tokens_of_row: list[int] = []
 
     @classmethod
     def from_arguments(
@@ -93,7 +91,7 @@ class StreamLoader:
         options = loader_options(args, train)
         if options.pop("workers"):  # in a worker process, datasets would read the shards in another order
             warn_once("--dataloader_num_workers has no effect on a stream: the main process reads it, in order")
-        if train:
+        if train and max_rows is None:  # the first N blocks would be others in each epoch
             documents = documents.shuffle(seed=options["seed"], buffer_size=SHUFFLED_TOGETHER)
         return cls(documents, collate, length, augment=augment, max_rows=max_rows, **options)
 
@@ -117,10 +115,9 @@ class StreamLoader:
         if hasattr(self.documents, "set_epoch"):
             self.documents.set_epoch(epoch)
         parts = self._parts(epoch, start)
-        number = rows = 0
+        number = 0
         while part := distributed.together(partial(next, parts, None)):
-            self.tokens_of_row[rows : rows + len(part.lengths)] = part.lengths
-            number, rows = number + 1, rows + len(part.lengths)
+            number += 1
             if part.last:
                 self.windows_per_epoch = number
             if number > start:

@@ -23,11 +23,12 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    masking_utils,
 )
 from transformers.masking_utils import causal_mask_function
 
 from core import attention, errors
-from core.attention import FUSED, choose, register, supported
+from core.attention import FUSED, choose, one_document_a_row, register, supported
 from core.errors import UserError
 
 
@@ -408,3 +409,23 @@ def test_models_that_lack_the_choice_get_the_next_best(caplog):
 def test_the_auto_class_is_seen_through(monkeypatch):
     monkeypatch.setattr(T5ForConditionalGeneration, "_supports_sdpa", False)
     assert supported(AutoModelForSeq2SeqLM, "sdpa", T5Config()) == "eager"
+
+
+def test_rows_are_not_searched_for_documents(monkeypatch):
+    """Should transformers rename the search, it would come back unseen: the name is looked for here."""
+    searched, search = [], masking_utils.find_packed_sequence_indices
+
+    def watch(positions):
+        searched.append(positions)
+        return search(positions)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", watch)
+    model, ids = build("gpt2", "sdpa").eval(), batch("gpt2")["input_ids"]
+    outside = model(ids, use_cache=False).logits
+    assert len(searched) == 1
+    with one_document_a_row():
+        assert torch.equal(model(ids, use_cache=False).logits, outside)
+    assert len(searched) == 1
+    with pytest.raises(RuntimeError), one_document_a_row():
+        raise RuntimeError
+    assert masking_utils.find_packed_sequence_indices is watch

@@ -214,3 +214,22 @@ def test_every_evaluation_draws_the_same_which_training_does_not(tmp_path: Path)
         drawn = changes(train, epoch)
         assert all(drawn[row] != first[row] for row in first)
     assert changes(make(train=True)) == {row: row for row in range(22)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_are_what_an_evaluation_sees_on_any_rank(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, seen, rows = lengths_of(13), [], []
+    monkeypatch.setattr(distributed, "world_size", lambda: world)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: values)
+
+    def noisy(row: tuple[int, tuple[int, int]], draw: np.random.Generator) -> tuple[int, tuple[int, int]]:
+        return int(draw.integers(1, 1000)), row[1]
+
+    for rank in range(world):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        loader = loader_of(lengths, 3, augment=noisy, augment_seed=7)
+        for window in loader.windows():
+            real = [row for batch in window.batches for row in batch["inputs"][batch["row_weights"] > 0, 0].tolist()]
+            seen += zip(window.row_ids, real, strict=True)
+        rows.append([number for number, _ in loader.rows()])
+    assert rows == [[int(number) for _, number in sorted(seen)]] * world

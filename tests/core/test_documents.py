@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from core.documents import collate_tokens, mask_tokens, masking, prompt_columns, prompt_encoder, text_encoder
+from core.documents import (
+    collate_tokens,
+    mask_tokens,
+    masking,
+    opening,
+    prompt_columns,
+    prompt_encoder,
+    require_opening,
+    text_encoder,
+)
 from core.errors import UserError
 from tests.conftest import build_text_tokenizer
 
@@ -40,6 +49,17 @@ def framed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_in(tmp_path_factory.mktemp("framed"), **roles)
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Writes <cls> before a text and <eos> after it."""
+    from tokenizers import processors
+
+    found = tokenizer_in(tmp_path_factory.mktemp("ended"), eos_token="<eos>", pad_token="<pad>")
+    ends = [("<cls>", CLS), ("<eos>", EOS)]
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing("<cls> $A <eos>", special_tokens=ends)
+    return found
+
+
 # -------------------------------------------------------------------------------------------------------------- texts
 
 
@@ -56,6 +76,33 @@ def test_long_texts_are_cut_only_where_a_limit_is_given(plain: Any) -> None:
     texts = {"text": ["alpha beta gamma delta", "alpha"]}
     assert text_encoder(plain, "text", [EOS], 3)(texts) == {"input_ids": [[ALPHA, BETA, GAMMA], [ALPHA, EOS]]}
     assert text_encoder(plain, "text", [EOS], None)(texts)["input_ids"][0] == [ALPHA, BETA, GAMMA, DELTA, EOS]
+
+
+def test_a_text_that_is_cut_keeps_the_frame_that_the_tokenizer_writes(framed: Any) -> None:
+    texts = {"text": ["alpha beta gamma delta", "alpha"]}
+    for end in ([SEP], []):
+        found = text_encoder(framed, "text", end, 4)(texts)["input_ids"]
+        assert found == [[CLS, ALPHA, BETA, SEP], [CLS, ALPHA, SEP]]
+
+
+def test_an_opening_begins_as_a_text_does_and_has_no_end(plain: Any, framed: Any, ended: Any) -> None:
+    assert opening(plain, "alpha beta") == [ALPHA, BETA]
+    assert opening(framed, "alpha beta") == opening(ended, "alpha beta") == [CLS, ALPHA, BETA]
+    assert opening(plain, " ") == []
+
+
+@pytest.mark.parametrize(("prompt", "count"), [(" ", 0), ("alpha " * 4, 4), ("alpha " * 5, 5)])
+def test_an_opening_must_fit_a_row(plain: Any, prompt: str, count: int) -> None:
+    args = Namespace(sample_prompt=prompt, objective="causal", block_size=4)
+    with pytest.raises(UserError, match=f"--sample_prompt has {count} tokens; it needs 1 at least, and fewer than 4"):
+        require_opening(plain, args)
+    require_opening(plain, Namespace(sample_prompt="alpha " * 3, objective="causal", block_size=4))
+
+
+def test_a_masked_model_does_not_go_on_with_a_text(framed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for prompt in ("alpha", "alpha " * 9):
+        require_opening(framed, Namespace(sample_prompt=prompt, objective="masked", block_size=4))
+    assert caplog.messages == ["--sample_prompt has no effect: this model does not go on with a text"]
 
 
 # ------------------------------------------------------------------------------------------------- prompts and answers
@@ -113,11 +160,26 @@ def test_labels_leave_out_the_prompt(plain: Any) -> None:
     assert [len(ids) for ids in cut["input_ids"]] == [5, 5]
 
 
-def test_an_end_that_the_tokenizer_writes_does_not_part_prompt_and_answer(framed: Any) -> None:
-    found = encoder(framed, [SEP])(ROWS)["input_ids"]
-    assert [ids.count(SEP) for ids in found] == [1, 1]
-    assert [ids[-1] for ids in found] == [SEP, SEP]
-    assert [ids.count(CLS) for ids in found] == [1, 1]
+@pytest.mark.parametrize(("name", "written"), [("framed", SEP), ("ended", EOS)])
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_end_that_the_tokenizer_writes_does_not_part_prompt_and_answer(
+    request: pytest.FixtureRequest, name: str, written: int, marked: bool
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    for end in ([written], [9]) if marked else ([],):  # 9: a causal model's end is not what the tokenizer writes
+        found = encoder(tokenizer, end)(ROWS)["input_ids"]
+        assert [ids[:-1].count(written) for ids in found] == [0, 0]
+        assert [ids[-1] for ids in found] == (end * 2 or [ALPHA, BETA])
+        assert [ids.count(CLS) for ids in found] == [1, 1]
+
+
+def test_a_number_is_a_text_and_nothing_is_none(plain: Any) -> None:
+    """0 is an answer; a part that is missing is left out."""
+    rows = {"instruction": ["alpha", "alpha", "alpha"], "input": [0, None, ""], "output": [0, False, None]}
+    zeros = copy.deepcopy(plain)
+    zeros.add_tokens(["0", "False", "None"])
+    said = [zeros.decode(ids).split()[3:] for ids in encoder(zeros, [])(rows)["input_ids"]]
+    assert said == [["<unk>", ":", "0", "<unk>", ":", "0"], ["<unk>", ":", "False"], ["<unk>", ":"]]
 
 
 def test_a_chat_template_writes_the_prompt(plain: Any) -> None:
@@ -126,6 +188,9 @@ def test_a_chat_template_writes_the_prompt(plain: Any) -> None:
     found = encoder(chatting, [EOS], chat_prompt=True)(ROWS)["input_ids"]
     assert chatting.decode(found[0]) == ": alpha gamma . delta alpha <eos>"
     assert chatting.decode(found[1]) == ": beta . beta <eos>"
+    chatting.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(UserError, match="--chat_prompt: the tokenizer's chat template refuses a row: no such role"):
+        encoder(chatting, [EOS], chat_prompt=True)(ROWS)
     with pytest.raises(UserError, match="--chat_prompt: the tokenizer has no chat template"):
         encoder(plain, [EOS], chat_prompt=True)
 
@@ -161,6 +226,19 @@ def test_four_fifths_become_the_mask_a_tenth_another_token_a_tenth_stays() -> No
     assert others.max() > 990
     assert found["document_ids"] is row["document_ids"]
     assert np.array_equal(row["input_ids"], ids)  # the row itself stays
+
+
+def test_a_tokenizer_without_a_mask_is_refused(plain: Any) -> None:
+    with pytest.raises(UserError, match="--objective masked: the tokenizer has no mask token; name one that has"):
+        masking(plain, 0.5)
+
+
+def test_what_bears_no_loss_is_not_hidden(framed: Any) -> None:
+    row = {"input_ids": np.arange(6, 24), "labels": np.array([-100] * 9 + list(range(15, 24)))}
+    found = masking(framed, 0.99)(row, np.random.default_rng(0))
+    assert (found["labels"][:9] == -100).all()
+    assert np.array_equal(found["input_ids"][:9], row["input_ids"][:9])
+    assert (found["labels"][9:] >= 0).sum() > 5
 
 
 def test_masks_come_from_the_generator_alone(framed: Any) -> None:

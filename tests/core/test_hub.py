@@ -20,6 +20,7 @@ from core.arguments import parse_arguments
 from core.errors import UserError
 from core.hub import (
     HubArguments,
+    LoraArguments,
     choose_length,
     fit,
     go_offline_if_unreachable,
@@ -27,6 +28,8 @@ from core.hub import (
     load_config,
     load_splits,
     loading,
+    look_back,
+    lora_flags,
     model_options,
 )
 from tests.conftest import pairs, write_jsonl
@@ -309,11 +312,25 @@ def test_a_folder_of_files_is_a_data_set(server, tmp_path):
     assert Answer.asked == ()
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["train.jsonl", "part/train.txt", "train.csv"])
+def test_a_file_of_a_folder_that_is_not_utf8_is_named(tmp_path, name, streaming):
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(
+        {".jsonl": b'{"text": "a"}\n{"text": "\xe4"}', ".txt": b"a\n\xe4", ".csv": b"text\n\xe4"}[path.suffix]
+    )
+    args = hub_flags("--cache_dir", str(tmp_path / "cache"), dataset=str(tmp_path / "mine"))
+    with pytest.raises(UserError, match=f"{name}, line 2, byte .*not UTF-8") as error:
+        load_splits(args, {}, {"sample_by": "line", "keep_linebreaks": True}, streaming)
+    assert "\n" not in str(error.value)
+
+
 # ---------------------------------------------------------------------------------------------------- model and tokens
 
 
 def model_flags(**names):
-    nothing = {"model_name_or_path": None, "config_name": None, "model_type": None}
+    nothing = dict.fromkeys(("model_name_or_path", "config_name", "model_type", "tokenizer_name"))
     options = {"cache_dir": None, "model_revision": "main", "token": None, "trust_remote_code": False}
     return Namespace(**nothing | options | names)
 
@@ -323,10 +340,49 @@ def test_the_configuration_that_is_named(tiny_gpt2, tiny_bert):
     assert load_config(model_flags(model_name_or_path=str(tiny_gpt2))).n_embd == 16
     both = load_config(model_flags(model_name_or_path=str(tiny_gpt2), config_name=str(tiny_bert)))
     assert both.model_type == "bert"
-    assert load_config(model_flags(model_type="gpt2")).n_embd == 768
+    assert load_config(model_flags(model_type="gpt2", tokenizer_name="x")).n_embd == 768
+    assert load_config(model_flags(model_name_or_path=str(tiny_gpt2), model_type="gpt2")).n_embd == 16
+    with pytest.raises(UserError, match="--model_type says nothing of the tokenizer: name one with --tokenizer_name"):
+        load_config(model_flags(model_type="gpt2"))
     with pytest.raises(UserError, match=r"--model_type: there is no 'gpt3' \(did you mean '") as error:
         load_config(model_flags(model_type="gpt3"))
     assert len(str(error.value)) < 100
+
+
+def test_every_kind_of_model_looks_back_alone_or_is_refused():
+    from transformers import AutoConfig
+
+    for kind, name in (("bert", "is_decoder"), ("xlm", "causal"), ("flaubert", "causal")):
+        config = AutoConfig.for_model(kind)
+        assert not getattr(config, name)
+        look_back(config)
+        assert getattr(config, name)
+    with pytest.raises(UserError, match="xlnet sees the tokens that it would have to foretell; take another model"):
+        look_back(AutoConfig.for_model("xlnet"))
+
+
+def test_a_tokenizer_alone_is_refused():
+    with pytest.raises(UserError, match="--tokenizer_name needs a model or configuration; without them a tokenizer is"):
+        load_config(model_flags(tokenizer_name="x"))
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a LoRA adapter, no whole model; name its run's folder"):
+        load_config(model_flags(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ([], []),
+        (["--lora_rank", "4"], []),
+        (["--lora_alpha", "8"], ["lora_alpha"]),
+        (["--lora_dropout", "0", "--lora_target_modules", "q_proj"], ["lora_dropout", "lora_target_modules"]),
+    ],
+)
+def test_what_is_said_of_adapters_beside_their_rank(argv, names):
+    assert lora_flags(parse_arguments(["--do_eval", *argv], LoraArguments, description="test")) == names
 
 
 @pytest.mark.parametrize(
@@ -340,6 +396,7 @@ def test_the_configuration_that_is_named(tiny_gpt2, tiny_bert):
         (64, 48, 20, 20),
         (64, 48, 50, 48),
         (64, 10**30, 100, 100),
+        (8192, 4096, None, 4096),
     ],
 )
 def test_the_length_of_a_row(positions, limit, asked, length, caplog):
@@ -350,6 +407,11 @@ def test_the_length_of_a_row(positions, limit, asked, length, caplog):
     model = GPT2LMHeadModel(gpt2) if positions else BloomForCausalLM(bloom)
     assert choose_length(model, Namespace(model_max_length=limit), asked) == length
     assert ("50 tokens a row: the tokenizer's limit is 48, which is used" in caplog.messages) is (asked == 50)
+
+
+def test_a_row_of_one_token_has_nothing_to_foretell():
+    with pytest.raises(UserError, match="a row of one token has nothing to foretell; give at least 2"):
+        choose_length(Namespace(base_model=None, config=None), Namespace(model_max_length=48), 1)
 
 
 def test_positions_that_begin_after_the_paddings_row(tmp_path, tiny_bert):
@@ -364,7 +426,7 @@ def test_positions_that_begin_after_the_paddings_row(tmp_path, tiny_bert):
         fit(model, tokenizer, 13)
 
 
-def test_embeddings_grow_with_the_tokenizer_and_it_pads_with_its_end(tiny_gpt2, tiny_bert):
+def test_embeddings_grow_with_the_tokenizer_and_it_pads_with_its_end(tiny_gpt2, tiny_bert, capsys):
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -373,6 +435,10 @@ def test_embeddings_grow_with_the_tokenizer_and_it_pads_with_its_end(tiny_gpt2, 
     fit(model, tokenizer, 8)
     assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == len(tokenizer) == 27
     assert tokenizer.pad_token == tokenizer.eos_token
+    grown = "the tokenizer has 27 tokens, the model had 20: the others' embeddings are new, untrained"
+    assert grown in capsys.readouterr().out
+    fit(model, tokenizer, 8)
+    assert not capsys.readouterr().out  # nothing is new now
     own = AutoTokenizer.from_pretrained(tiny_bert)
     fit(model, own, 8)
     assert own.pad_token == "<pad>"

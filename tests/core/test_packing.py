@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from core.buckets import make_buckets
 from core.data import BatchLoader
 from core.errors import UserError
-from core.packing import Blocks, cut, document_mask, document_positions
+from core.packing import Blocks, cut, document_mask, document_positions, require_separable
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=12), min_size=1, max_size=12)
 
@@ -61,9 +61,10 @@ def test_blocks_are_the_documents_however_arrow_holds_them(documents, length, ed
     for chosen, held in ((documents, rows), ([documents[i] for i in order], rows.select(order))):
         tokens = sum(map(len, chosen))
         if tokens < length:
-            with pytest.raises(UserError, match=f"^{tokens} tokens make no block of {length}; give more text or"):
-                Blocks(held, length)
-            with pytest.raises(UserError, match=f"^{tokens} tokens make no block of {length}; give more text or"):
+            said = f"{tokens} tokens make no block of {length}; give more text or"
+            with pytest.raises(UserError, match=f"^train split: {said}"):
+                Blocks(held, length, name="train split")
+            with pytest.raises(UserError, match=f"^stream: {said}"):
                 list(cut(chosen, length))
             continue
         blocks = Blocks(held, length)
@@ -81,7 +82,7 @@ def test_a_missing_document_is_an_empty_one_and_a_missing_token_an_error() -> No
     assert (shown(blocks), blocks.empty) == ([([1, 2], [0, 0]), ([3], [0])], 1)
     with pytest.raises(UserError, match="input_ids: a token is null"):
         Blocks(table_of([[1, None]], [], pa.list_(pa.int64())), 1)
-    with pytest.raises(UserError, match="there are no documents"):
+    with pytest.raises(UserError, match=r"^data: there are no documents"):
         Blocks(datasets.Dataset.from_dict({"input_ids": []}, datasets.Features(input_ids=[datasets.Value("int64")])), 1)
 
 
@@ -102,6 +103,14 @@ def test_the_first_blocks() -> None:
     assert (whole.lengths, whole.used) == ([(3,), (3,), (1,)], 7)
     with pytest.raises(IndexError):
         two[2]
+
+
+def test_a_block_may_be_short_where_that_is_allowed() -> None:
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    blocks = Blocks(rows, 9, may_be_short=True)
+    assert shown(blocks) == shown(ForkingPickler.loads(ForkingPickler.dumps(blocks))) == [([1, 2, 3], [0, 0, 1])]
+    with pytest.raises(UserError, match="1 tokens make no block of 2"):
+        Blocks(rows.select([1]), 9, may_be_short=True)
 
 
 def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -197,3 +206,52 @@ def test_masks_and_positions_keep_documents_apart(rows: list[list[int]], causal:
     assert found.dtype == torch.int64
     assert torch.equal(mask, expected)
     assert torch.equal(found, positions)
+
+
+SIZES = {"vocab_size": 27, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+INNER = {"intermediate_size": 32, "num_key_value_heads": 1}
+WINDOW = {**SIZES, **INNER, "sliding_window": 8}
+FAMILIES = {  # model type: changes of its configuration, and why its documents cannot be kept apart
+    "mistral": (WINDOW, "attends to fewer tokens than the 16 of a row"),
+    "qwen2": ({**WINDOW, "use_sliding_window": True}, "attends to fewer tokens"),
+    "mamba": ({"vocab_size": 27, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "takes no positions"),
+    "recurrent_gemma": ({**SIZES, **INNER, "lru_width": 16}, "hands a state from token to token"),
+    "lfm2": ({**SIZES, **INNER, "layer_types": ["conv"]}, "hands a state from token to token"),
+    "roberta": ({**SIZES, "is_decoder": True}, "numbers positions from the padding on"),
+    "falcon": ({**SIZES, "alibi": True}, "takes no positions"),
+    "gpt2": ({"vocab_size": 27, "n_embd": 16, "n_layer": 1, "n_head": 2}, None),
+    "llama": ({**SIZES, **INNER}, None),
+    "bert": ({**SIZES, "is_decoder": True}, None),
+}
+
+
+def model_of(kind: str, changes: dict) -> torch.nn.Module:
+    """Without memory: nothing of it is computed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_models_whose_documents_cannot_be_kept_apart(kind: str) -> None:
+    changes, reason = FAMILIES[kind]
+    model = model_of(kind, changes)
+    if reason is None:
+        require_separable(model, 16)
+        return
+    with pytest.raises(UserError, match=f"^--pack_documents: this model {reason}") as error:
+        require_separable(model, 16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "used", "length"), [("mistral", True, 8), ("smollm3", False, 16)])
+def test_a_window_that_a_row_fits_in_or_that_is_not_used_is_none(kind: str, used: bool, length: int) -> None:
+    require_separable(model_of(kind, {**WINDOW, "use_sliding_window": used, "pad_token_id": 0}), length)
+
+
+def test_a_model_that_says_itself_that_it_has_a_state_is_refused() -> None:
+    model = model_of("llama", FAMILIES["llama"][0])
+    model._is_stateful = True
+    with pytest.raises(UserError, match="hands a state from token to token"):
+        require_separable(model, 16)

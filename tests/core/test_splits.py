@@ -11,7 +11,16 @@ from datasets import Dataset, Features, LargeList, List, Value, load_dataset
 
 from core.errors import UserError
 from core.packing import Blocks
-from core.splits import columns_of, hold_out, map_rows, needed_splits, text_column, token_column, whole_rows
+from core.splits import (
+    add_validation,
+    columns_of,
+    hold_out,
+    map_rows,
+    needed_splits,
+    text_column,
+    token_column,
+    whole_rows,
+)
 from tests.conftest import write_jsonl
 
 
@@ -60,6 +69,21 @@ def test_a_stream_is_parted_by_row_and_not_by_order(tmp_path: Path) -> None:
     assert 50 < len(validation) < 110
 
 
+def test_a_part_of_a_percent_of_a_stream() -> None:
+    """Of 20,000 rows 100; within five standard deviations."""
+    _, validation = hold_out(Dataset.from_dict({"number": range(20_000)}).to_iterable_dataset(), 0.5)
+    assert 50 < sum(1 for _ in validation) < 150
+
+
+def test_some_percent_must_be_left() -> None:
+    args = wanted(do_train=True, do_eval=True, validation_split_percentage=100)
+    for rows in (rows_of(10), rows_of(10).to_iterable_dataset()):
+        with pytest.raises(
+            UserError, match=r"^--validation_split_percentage must be below 100: the others are trained"
+        ):
+            add_validation({"train": rows}, args)
+
+
 def test_the_splits_that_the_flags_ask_for() -> None:
     there = {"train": 1, "validation": 2, "test": 3}
     assert needed_splits(wanted(do_train=True, do_predict=True), there) == {"train": "train", "test": "predict"}
@@ -84,6 +108,31 @@ def test_columns_of_a_stream_that_does_not_know_them(tmp_path: Path) -> None:
     assert columns_of(stream) == ["b", "a"]
     assert columns_of(rows_of(2)) == ["text"]
     assert columns_of(stream.map(lambda row: {"c": row["b"]})) == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json", '{"text": "a"', "the first row of the stream cannot be read: "),
+        ("csv", "text\n", "the stream has no rows"),
+    ],
+)
+def test_a_stream_without_a_first_row_is_one_line(tmp_path: Path, kind: str, text: str, said: str) -> None:
+    (tmp_path / "rows").write_text(text)
+    stream = load_dataset(kind, data_files=str(tmp_path / "rows"), split="train", streaming=True)
+    with pytest.raises(UserError, match=said) as error:
+        columns_of(stream)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_column_that_is_taken_because_it_is_the_first_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Dataset.from_list([{"title": "a", "body": "b"}])
+    assert text_column(rows, "title") == text_column(rows.select_columns("title"), None) == "title"
+    assert text_column(rows.add_column("text", ["c"]), None) == "text"
+    assert not caplog.messages
+    assert text_column(rows, None) == "title"
+    said = "no column is called text: 'title' is read, of title, body; --text_column names another"
+    assert caplog.messages == [said]
 
 
 def test_the_text_column() -> None:
@@ -117,15 +166,20 @@ def test_a_column_that_holds_no_text_is_named(
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def test_prepared_tokens_are_taken_alone() -> None:
+def test_prepared_tokens_are_taken_alone(caplog: pytest.LogCaptureFixture) -> None:
     rows = Dataset.from_list([{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [], "attention_mask": []}])
+    assert token_column(rows.select_columns("input_ids"), 3)[:] == {"input_ids": [[1, 2], []]}
+    assert not caplog.messages
     assert token_column(rows, 3)[:] == {"input_ids": [[1, 2], []]}
+    said = "input_ids alone is taken; not used: attention_mask (--text_column reads texts instead)"
+    assert caplog.messages == [said]
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ([[1, 9], [2]], "input_ids has the token 9, the vocabulary ends at 8"),
+        ([[2], [1, -1]], "input_ids has the token -1; token numbers begin at 0"),
         (["a b"], "input_ids holds string, not lists of token numbers"),
         ([[0.5]], "input_ids holds .*double.*, not lists of token numbers"),
         ([[[1]]], "input_ids holds .*, not lists of token numbers"),

@@ -239,6 +239,15 @@ def test_a_steady_step_on_two_cards_compiles_nothing_and_waits_for_nothing(
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("kind", ON_CARDS)
+def test_a_steady_step_in_eager_mode_waits_for_nothing(kind: str, eager: dict[str, Ran]) -> None:
+    """One card's first losses are looked at with the others, when a record is written."""
+    _, waits = zip(*json.loads((eager[kind].folder / "watched-rank0.json").read_text())["steps"], strict=True)
+    assert len(waits) == 12
+    assert set(waits[2:]) == {waits[2]}, waits
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_cards_can_do_all_that_is_asked_of_them(rank: int, lazy: dict[str, Ran]) -> None:
     """No collective on a dtype that they lack, no number that is too large, no shape that depends on values."""

@@ -61,6 +61,7 @@ def test_the_built_in_model_loses_the_same_as_on_the_cpu(
     files = [word for pair in pair_files.items() for word in pair]
     quiet = ["--disable_tqdm", "--report_to", "none", "--save_strategy", "no", "--logging_steps", "1"]
     flags = ["--config", BUILT_IN, *files, *quiet, "--max_steps", "20", "--gaudi_config", "t5"]
+    flags += ["--learning_rate", "0.01"]  # the built-in rate makes a last bit of a gradient's norm a thousandfold
     card = Ran(summarization, tmp_path / "card", *flags)
     host = Ran(summarization, tmp_path / "host", *flags, "--use_cpu")
     assert (card.run["device"]["name"], card.run["device"]["execution_mode"]) == ("gaudi2", "lazy" if LAZY else "eager")
@@ -68,7 +69,7 @@ def test_the_built_in_model_loses_the_same_as_on_the_cpu(
     assert len(card.losses) == 20
     assert card.losses == pytest.approx(host.losses, abs=1e-5)
     assert card.metrics["train_loss"] == pytest.approx(host.metrics["train_loss"], abs=1e-5)
-    for name in ("eval_loss", "predict_loss"):  # after the last step's rate of 0.008
+    for name in ("eval_loss", "predict_loss"):
         assert card.metrics[name] == pytest.approx(host.metrics[name], abs=1e-4)
     assert card.texts == host.texts
     assert card.run["graphs_compiled"] > 0
