@@ -5,7 +5,7 @@ Eight devices: python gaudi_spawn.py --world_size 8 recipes/language_modeling/ru
 
 A named model is fine-tuned (with ``--lora_rank``: adapters alone), a named configuration is pre-trained. Without model
 and data it trains a small GPT-2 (``--objective masked``: a small BERT) on documentation that every machine has.
-Expected: test perplexity 11, where a trigram model, printed beside it, has 15 (masked: 15 to 21, a unigram model 198).
+Expected: test perplexity 11, where a trigram model, printed beside it, has 15 (masked: 18 to 23, a unigram model 198).
 """
 
 # --- Bootstrap and imports --------------------------------------------------------------------------------------------
