@@ -97,10 +97,10 @@ def token_column(rows: Any, vocabulary: int) -> Any:
     """Return rows of ``input_ids`` alone, which somebody else has made.
 
     Args:
-        vocabulary: token numbers must be below it; those of a stream are not looked at.
+        vocabulary: token numbers must be below it; those of a stream are looked at as they are read.
 
     Raises:
-        UserError: they are not, or no lists of integers.
+        UserError: they are not, or no lists of integers; of a stream, when it is read.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -111,18 +111,29 @@ def token_column(rows: Any, vocabulary: int) -> Any:
         lists = any(is_kind(column.type) for is_kind in kinds)
         if not (lists and pa.types.is_integer(column.type.value_type)):
             raise UserError(f"input_ids holds {column.type}, not lists of token numbers; name the column of the texts")
-        least, most = pc.min_max(pc.list_flatten(column)).as_py().values()
-        if (least or 0) < 0:
-            raise UserError(f"input_ids has the token {least}; token numbers begin at 0")
-        if (most or 0) >= vocabulary:
-            raise UserError(
-                f"input_ids has the token {most}, the vocabulary ends at {vocabulary - 1}; name its tokenizer"
-            )
+        require_known(*pc.min_max(pc.list_flatten(column)).as_py().values(), vocabulary)
     if others := set(columns_of(rows)) - {"input_ids"}:
         warn_once(
             f"input_ids alone is taken; not used: {', '.join(sorted(others))} (--text_column reads texts instead)"
         )
-    return rows.select_columns(["input_ids"])
+    rows = rows.select_columns(["input_ids"])
+    if hasattr(rows, "data"):
+        return rows
+
+    def look(row: dict[str, Any]) -> dict[str, Any]:
+        ids = row["input_ids"] or [0]
+        require_known(min(ids), max(ids), vocabulary)
+        return row
+
+    return rows.map(look)
+
+
+def require_known(least: int | None, most: int | None, vocabulary: int) -> None:
+    """Raise a `UserError` if the least or greatest of token numbers (None: there is none) has no embedding."""
+    if (least or 0) < 0:
+        raise UserError(f"input_ids has the token {least}; token numbers begin at 0")
+    if (most or 0) >= vocabulary:
+        raise UserError(f"input_ids has the token {most}, the vocabulary ends at {vocabulary - 1}; name its tokenizer")
 
 
 def whole_rows(documents: Any, length: int, limit: int | None, split: str) -> tuple[Any, list[tuple[int]]]:

@@ -153,6 +153,8 @@ class StreamLoader:
             for document in self.documents:
                 tokens = document["input_ids"]
                 yield np.asarray([] if tokens is None else tokens, dtype=np.int64)
+        except UserError:
+            raise
         except Exception as error:
             what = f"the stream of documents broke off: {type(error).__name__}: {error}"
             raise UserError(f"{what}; mend it, and go on with --resume_from_checkpoint auto") from error

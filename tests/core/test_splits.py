@@ -21,6 +21,7 @@ from core.splits import (
     token_column,
     whole_rows,
 )
+from core.stream import StreamLoader
 from tests.conftest import write_jsonl
 
 
@@ -198,9 +199,18 @@ def test_prepared_tokens_of_any_kind_of_list(kind: Any) -> None:
     assert [block["input_ids"].tolist() for block in blocks] == [[1, 2, 3], [4]]
 
 
-def test_prepared_tokens_of_a_stream_are_taken_alone(tmp_path: Path) -> None:
-    stream = stream_of(tmp_path, [{"input_ids": [1, 99], "note": "x"}])
-    assert list(token_column(stream, 9)) == [{"input_ids": [1, 99]}]
+def test_prepared_tokens_of_a_stream_are_taken_alone_and_looked_at_as_they_are_read(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 8], "note": "x"}, {"input_ids": [], "note": ""}, {"input_ids": None, "note": ""}]
+    taken = list(token_column(stream_of(tmp_path, rows), 9))
+    assert taken == [{"input_ids": row["input_ids"]} for row in rows]
+    for token, message in (
+        (9, "input_ids has the token 9, the vocabulary ends at 8"),
+        (-1, "input_ids has the token -1;"),
+    ):
+        stream = token_column(stream_of(tmp_path, [*rows, {"input_ids": [2, token], "note": "x"}]), 9)
+        loader = StreamLoader(stream, lambda blocks, shape: {}, length=2, batch_size=1)
+        with pytest.raises(UserError, match=f"^{message}"):
+            list(loader.windows())
 
 
 def test_rows_that_foretell_nothing_are_left_out_and_counted(
