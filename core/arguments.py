@@ -168,19 +168,21 @@ NO_EFFECT = {
     "fsdp_config": "--fsdp becomes ZeRO-3 here, with ZeRO-3's settings",
 }
 REFUSED = {"fp16": "Gaudi trains in bf16; use --bf16"}
-COMPILES = ("torch_compile_backend", "torch_compile_mode")
 # Published flags that ask for what is not here: what is used instead, said once.
 SUBSTITUTES = {
     "fp8": ("bf16", {"fp8": False, "bf16": True}),
     "fsdp": (
         "ZeRO-3, which shards the same state (--deepspeed zero3), without compilation",
-        {"fsdp": None, "deepspeed": "zero3", **dict.fromkeys(COMPILES), "torch_compile": False},
+        {
+            "fsdp": None, "deepspeed": "zero3",
+            "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+        },
     ),
     "context_parallel_size": (
         "whole sequences on every device: more memory, and a larger global batch",
         {"context_parallel_size": 1},
     ),
-}
+}  # fmt: skip
 # Shared numbers are finite and not negative. Some are at least 1, some below 1, and -1 means "not given" for two.
 COUNTS = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps",

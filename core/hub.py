@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from core.arguments import flag
+from core.arguments import NO_EFFECT, flag
 from core.errors import UserError, did_you_mean, say, warn_once
 
 SECONDS = 1.8
@@ -42,9 +42,9 @@ class HubArguments:
     model_revision: str = flag("main", "branch, tag or commit of the model")
     token: str | None = flag(None, "access token (default: the one stored by hf auth login)")
     trust_remote_code: bool = flag(False, "run code that the model's repository brings")
-    low_cpu_mem_usage: bool = flag(False, "has no effect: weights are always read straight into the model")
-    use_fast_tokenizer: bool = flag(True, "has no effect: a fast tokenizer is used wherever there is one")
-    use_fused_rope: bool = flag(True, "has no effect: rotary embeddings are transformers' own")
+    low_cpu_mem_usage: bool = flag(False, f"has no effect: {NO_EFFECT['low_cpu_mem_usage']}")
+    use_fast_tokenizer: bool = flag(True, f"has no effect: {NO_EFFECT['use_fast_tokenizer']}")
+    use_fused_rope: bool = flag(True, f"has no effect: {NO_EFFECT['use_fused_rope']}")
 
 
 @dataclass
