@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import HfArgumentParser
 
-from core.errors import UserError, did_you_mean, warn_once
+from core.errors import Help, UserError, did_you_mean, warn_once
 from core.run_files import RUN_FILE_KEYS, read_run_file, run_file_flags
 
 
@@ -35,13 +35,13 @@ class RunArguments:
     do_train: bool = flag(False, "train")
     do_eval: bool = flag(False, "evaluate on the validation split")
     do_predict: bool = flag(False, "evaluate on the test split, and write the predictions")
-    output_dir: str | None = flag(None, "folder for checkpoints, logs and all_results.json (default: runs/<recipe>)")
+    output_dir: str | None = flag(None, "folder for checkpoints, logs and results (default: runs/<recipe>/<time>)")
     overwrite_output_dir: bool = flag(False, "replace another run's results in the output folder")
     seed: int = flag(42, "seed of weights, order and dropout")
     data_seed: int | None = flag(None, "seed of the order alone (default: --seed)")
-    max_train_samples: int | None = flag(None, "use the first N training rows only")
-    max_eval_samples: int | None = flag(None, "use the first N validation rows only")
-    max_predict_samples: int | None = flag(None, "use the first N test rows only")
+    max_train_samples: int | None = flag(None, "use N training rows only: the first, or of images drawn ones")
+    max_eval_samples: int | None = flag(None, "the same for validation rows")
+    max_predict_samples: int | None = flag(None, "the same for test rows")
     eval_strategy: Literal["no", "steps", "epoch"] = flag("no", "when to evaluate", aliases=["--evaluation_strategy"])
     eval_steps: int | None = flag(None, "optimiser steps between evaluations (default: --logging_steps)")
     eval_delay: float = flag(0.0, "no evaluation before so many steps, or epochs with --eval_strategy epoch")
@@ -198,7 +198,8 @@ class StrictParser(HfArgumentParser):
     """No prefix guessing; an error is a `UserError` of one line."""
 
     def __init__(self, groups: tuple[type, ...], description: str) -> None:
-        super().__init__(groups, description=description, allow_abbrev=False, prog="run.py", usage="%(prog)s [flags]")
+        how = {"formatter_class": Help, "allow_abbrev": False, "prog": "run.py", "usage": "%(prog)s [flags]"}
+        super().__init__(groups, description=description, **how)
 
     def error(self, message: str) -> Any:
         raise UserError(re.sub(r"^argument (--\w+)(/\S+)?:", r"\1:", message))

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from core import distributed
 from core.buckets import assign, make_buckets, plan_epoch, share
 from core.errors import UserError, say
+from core.workers import read_ahead
 
 IGNORE_INDEX = -100  # torch's cross-entropy leaves these targets out
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any], tuple[int, ...]], Batch]
 Augment = Callable[[Any, np.random.Generator], Any]
+OnUnreadable = Callable[[list[int]], None]
 Part = tuple[list[int], int, tuple[int, ...]]
 
 
@@ -38,11 +40,12 @@ class Window:
 
     Attributes:
         batches: this rank's micro-batches on the host, each of the declared batch size, as many as on other ranks.
-        rows: real rows.
+        rows: real rows whose content could be read.
         tokens: their tokens, on all axes together.
         targets: their targets that bear loss: labels other than -100.
-        row_ids: the positions of this rank's real rows in the data set, in the order of its batches.
+        row_ids: the positions of this rank's real rows in the data set, read or not, in the order of its batches.
         last_in_epoch: whether the epoch ends after it.
+        unreadable: the positions of all ranks' rows that could not be read, sorted.
     """
 
     batches: list[Batch]
@@ -51,6 +54,7 @@ class Window:
     targets: int
     row_ids: list[int]
     last_in_epoch: bool
+    unreadable: list[int] = field(default_factory=list)
 
     def scale(self) -> torch.Tensor:
         """Ranks / targets, a scalar tensor: as a Python number it would be a constant of the graph, new at each step.
@@ -72,8 +76,8 @@ def require_rows(count: int, split: str, args: Namespace) -> None:
 def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
     """Fill a short batch to ``size`` with rows that weigh nothing, and add ``row_weights`` of shape (size,).
 
-    Filler repeats the first row, so that no attention row is empty; its ``labels`` are all -100. The first ``real``
-    rows count (None: all that are there).
+    Filler repeats the first row, so that no attention row is empty; its ``labels`` are all -100, and it is never
+    ``unreadable``. The first ``real`` rows count (None: all that are there).
     """
     rows = len(next(iter(batch.values())))
     missing, real = size - rows, rows if real is None else real
@@ -81,6 +85,8 @@ def fill(batch: Batch, size: int, real: int | None = None) -> Batch:
         batch = {key: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
     if real < size and "labels" in batch:
         batch["labels"][real:] = IGNORE_INDEX
+    if "unreadable" in batch:
+        batch["unreadable"][real:] = False
     batch["row_weights"] = torch.cat([torch.ones(real), torch.zeros(size - real)])
     return batch
 
@@ -106,15 +112,33 @@ def make_batch(loader: Any, row: Callable[[int], Any], part: Part, epoch: int) -
     return fill(loader.collate(rows, shape), loader.batch_size, len(real))
 
 
+def take_unreadable(batches: list[Batch], row_ids: list[int]) -> list[int]:
+    """Take the mark ``unreadable`` out of a rank's micro-batches; returns its rows that had it: they weigh nothing."""
+    found, numbers = [], iter(row_ids)
+    for batch in batches:
+        rows = list(islice(numbers, int(batch["row_weights"].sum())))  # the real ones, which come first
+        marks = batch.pop("unreadable", None)
+        if marks is not None:
+            batch["row_weights"][marks] = 0
+            found += [row for row, marked in zip(rows, marks.tolist(), strict=False) if marked]
+    return found
+
+
 def make_window(batches: list[Batch], rows: int, tokens: int, row_ids: list[int], last: bool) -> Window:
     """Make a window of this rank's micro-batches; the ranks meet here, on the host, to count their targets.
 
     Args:
+        batches: may hold ``unreadable``, bool of shape (rows,): where True, a row's content could not be read, and
+            ``collate`` left it without targets. The mark is taken out, and the row counts no more.
         rows: real rows, those of all ranks; ``tokens`` are theirs.
         row_ids: this rank's own.
     """
+    mine = take_unreadable(batches, row_ids)
     targets = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches if "labels" in batch)
-    return Window(batches, rows, tokens, int(distributed.sum_over_ranks([targets])[0]), row_ids, last)
+    targets, count = map(int, distributed.sum_over_ranks([targets, len(mine)]))
+    of_ranks = distributed.gather_rows(torch.tensor(mine, dtype=torch.int64)) if count else []
+    unreadable = sorted(row for rows in of_ranks for row in rows.tolist())
+    return Window(batches, rows - count, tokens, targets, row_ids, last, unreadable)
 
 
 def loader_options(args: Namespace, train: bool) -> dict[str, Any]:
@@ -123,25 +147,20 @@ def loader_options(args: Namespace, train: bool) -> dict[str, Any]:
     options = {
         "batch_size": args.per_device_train_batch_size if train else args.per_device_eval_batch_size,
         "workers": args.dataloader_num_workers,
-        "pin_memory": args.non_blocking_data_copy and torch.accelerator.is_available(),
+        "pin_memory": args.non_blocking_data_copy and not args.use_cpu and torch.accelerator.is_available(),
         "augment_seed": seed if train else seed + 1,  # the rows of both have the same numbers
     }
     if train:
-        accumulation, drop_last = args.gradient_accumulation_steps, args.dataloader_drop_last
-        options |= {"accumulation": accumulation, "seed": seed, "drop_last": drop_last}
+        options |= {"seed": seed, "drop_last": args.dataloader_drop_last}
+        options["accumulation"] = args.gradient_accumulation_steps
     return options
 
 
-def read_ahead(source: Dataset, workers: int, pin_memory: bool) -> Iterator[Any]:
-    """Yield what ``source`` holds, in order, made ahead in worker processes if there are any."""
-    # The loader draws seeds for its workers: from a generator of its own, or the number of workers would move
-    # the global one and with it every dropout mask.
-    options = {"num_workers": workers, "pin_memory": pin_memory, "generator": torch.Generator().manual_seed(0)}
-    return iter(DataLoader(source, batch_size=None, **options))
-
-
 class MicroBatches(Dataset):
-    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any."""
+    """Micro-batch number i of an epoch, made when asked for: in a worker process, if there are any.
+
+    A `UserError` is returned: one that is raised in a worker arrives as the text of a traceback.
+    """
 
     def __init__(self, loader: BatchLoader, parts: list[Part], epoch: int) -> None:
         self.loader, self.parts, self.epoch = loader, parts, epoch
@@ -149,8 +168,11 @@ class MicroBatches(Dataset):
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __getitem__(self, number: int) -> Batch:
-        return make_batch(self.loader, self.loader.dataset.__getitem__, self.parts[number], self.epoch)
+    def __getitem__(self, number: int) -> Batch | UserError:
+        try:
+            return make_batch(self.loader, self.loader.dataset.__getitem__, self.parts[number], self.epoch)
+        except UserError as error:
+            return error
 
 
 class BatchLoader:
@@ -158,7 +180,7 @@ class BatchLoader:
 
     Args:
         dataset: rows by number.
-        collate: makes a batch of equal tensors from rows and the shape to pad them to.
+        collate: makes a batch of equal tensors from rows and the shape to pad them to; for marks, see `make_window`.
         lengths: per row, its length on each axis.
         buckets: the declared shapes.
         batch_size: rows of a micro-batch.
@@ -169,6 +191,7 @@ class BatchLoader:
         pin_memory: page-locked batches, for copies that do not wait.
         augment: returns a row changed at random, by the generator that it is given; the row itself it leaves as it is.
         augment_seed: of those changes, which are new in each epoch.
+        on_unreadable: is called on all ranks alike with what of a window is unreadable, if anything, when it is made.
 
     Raises:
         UserError: no window can be made.
@@ -188,9 +211,10 @@ class BatchLoader:
         pin_memory: bool = False,
         augment: Augment | None = None,
         augment_seed: int = 0,
+        on_unreadable: OnUnreadable | None = None,
     ) -> None:
         self.dataset, self.collate, self.buckets = dataset, collate, buckets
-        self.augment, self.augment_seed = augment, augment_seed
+        self.augment, self.augment_seed, self.on_unreadable = augment, augment_seed, on_unreadable
         self.batch_size, self.accumulation, self.seed, self.drop_last = batch_size, accumulation, seed, drop_last
         self.workers, self.pin_memory = workers, pin_memory
         self.tokens_of_row = [sum(length) for length in lengths]
@@ -213,13 +237,18 @@ class BatchLoader:
         limits: Sequence[int],
         train: bool,
         augment: Augment | None = None,
+        on_unreadable: OnUnreadable | None = None,
     ) -> BatchLoader:
         """Make a loader as the shared flags say, see `loader_options`; every evaluation draws the same changes.
 
         ``limits`` are the largest length per axis; with ``--pad_to_max_length`` every row is padded to it.
         """
         buckets = make_buckets(lengths, limits, 1 if args.pad_to_max_length else args.length_buckets)
-        return cls(dataset, collate, lengths, buckets, augment=augment, **loader_options(args, train))
+        options = loader_options(args, train) | {"augment": augment, "on_unreadable": on_unreadable}
+        return cls(dataset, collate, lengths, buckets, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"on_unreadable": None}  # what a worker process that is not forked gets: it cannot call
 
     def rows(self) -> Iterator[Any]:
         """Yield every row as an evaluation sees it, on any rank."""
@@ -239,6 +268,7 @@ class BatchLoader:
         """Yield the epoch's windows from number ``start`` on; earlier ones are skipped, not made.
 
         Every rank knows a window's rows, but only its own part's targets: the ranks meet in each window, on the host.
+        A `UserError` that reading a row raises, on any rank and in any process, is raised on all.
         """
         plan = plan_epoch(self.bucket_of_row, self.window, self.seed, epoch, self.drop_last)
         shares, parts = [], []
@@ -251,4 +281,9 @@ class BatchLoader:
             rows = plan.windows[start + number]
             window = distributed.together(partial(list, islice(batches, len(mine))))  # a row that one rank cannot read
             tokens, ids = sum(self.tokens_of_row[row] for row in rows), [row for part in mine for row in part]
-            yield make_window(window, len(rows), tokens, ids, number + 1 == len(shares))
+            made = make_window(window, len(rows), tokens, ids, number + 1 == len(shares))
+            if made.unreadable:
+                made.tokens -= sum(self.tokens_of_row[row] for row in made.unreadable)
+                if self.on_unreadable:
+                    self.on_unreadable(made.unreadable)
+            yield made

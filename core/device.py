@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
 import sys
 from argparse import Namespace
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -110,10 +110,10 @@ class Device:
 
     @property
     def has_habana_kernels(self) -> bool:
-        """The bridge's fused optimisers, clipping and attention exist."""
+        """The bridge's fused optimisers, clipping and attention exist, and autocast reads its two operator lists."""
         return self.kind == "hpu"
 
-    has_fused_attention = has_habana_kernels
+    has_fused_attention = has_op_lists = has_habana_kernels
 
     @property
     def has_fast_bf16(self) -> bool:
@@ -133,11 +133,6 @@ class Device:
     def compile_backend(self) -> str:
         return "hpu_backend" if self.kind == "hpu" else "inductor"
 
-    @property
-    def has_op_lists(self) -> bool:
-        """Autocast reads the two files of operator names."""
-        return self.kind == "hpu"
-
     def bridge(self, submodule: str) -> ModuleType:
         """Import ``habana_frameworks.torch.<submodule>``. Only where `has_habana_kernels`."""
         return importlib.import_module(f"{BRIDGE}.{submodule}")
@@ -152,6 +147,14 @@ class Device:
         if self.runtime is not None:
             self.step_boundary()
             self.runtime.synchronize()
+
+    def event(self) -> Any:
+        """Put an event here in the queue, for ``elapsed_time`` once both are over; None where nothing is queued."""
+        if self.runtime is None:
+            return None
+        event = self.runtime.Event(enable_timing=True)
+        event.record()
+        return event
 
     def check_mode(self) -> None:
         """Raise `UserError` if somebody changed the mode's variable after the bridge had read it."""
@@ -182,11 +185,8 @@ class Device:
         if self.runtime is not None:
             self.runtime.reset_peak_memory_stats()
             return
-        try:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-        except OSError:
-            pass  # not Linux, or not allowed: the peak stays the process's own
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # not Linux, or not allowed: it stays the process's own peak
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generator and the device's own, which ``torch.manual_seed`` does not reach on a Gaudi."""

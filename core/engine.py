@@ -103,7 +103,7 @@ class Engine:
         self.throughput.start()
         with self.run.memory.phase("train"), self.profiler or nullcontext():
             while self.step_count < self.total_steps:
-                for window in self.loader.windows(self.epoch, self.position):
+                for window in self.throughput.received(self.loader.windows(self.epoch, self.position)):
                     self.position += 1
                     self._cold, self._flops, self._epoch_ended = False, 0, window.last_in_epoch
                     yield window
@@ -180,7 +180,7 @@ class Engine:
         return self.epoch + self.position / self.loader.windows_per_epoch
 
     def log(self) -> None:
-        """Write one record: loss per token since the last, learning rate, norm before clipping, memory, throughput."""
+        """Write one record: loss per token since the last, learning rate, norm before clipping, memory, speed, wait."""
         with self.throughput.excluded("log"):
             norm, limit, loss = float(self.grad_norm), self.args.max_grad_norm, self.loss_so_far()
             values = {
@@ -190,6 +190,7 @@ class Engine:
                 "grad_clipped": int(bool(limit) and norm > limit),
                 "epoch": round(self.epochs_done(), 4),
                 "samples_per_second": self.throughput.recent_rate(),
+                "data_wait_seconds": self.throughput.data_wait(),
                 **self.run.memory.record(),
             }
             self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + self.targets}

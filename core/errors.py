@@ -1,7 +1,8 @@
-"""What every module says to the user in one way: one-line errors, one-time warnings, nearest matches, JSON files."""
+"""What every module says to the user in one way: help, errors of one line, one-time warnings, nearest matches, JSON."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import logging
@@ -14,6 +15,14 @@ from typing import Any
 
 logger = logging.getLogger("gaudi_recipes")
 _warned: set[str] = set()
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """``--help`` with the description as it is written, and a flag's default, unless its own text tells it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = "(default" in (action.help or "") or action.default in (None, False)
+        return action.help if told else super()._get_help_string(action)
 
 
 class UserError(Exception):

@@ -20,29 +20,37 @@ SECONDS = 1.8
 # What names a model or data: a recipe without any of them builds and reads its own.
 NAMED = (
     "model_name_or_path", "model_type", "config_name", "dataset_name", "train_file", "validation_file", "test_file",
+    "train_dir", "validation_dir", "test_dir",
 )  # fmt: skip
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass
 class HubArguments:
-    """Which named models and data, where they come from, and how rows are prepared."""
+    """Which named models and data, and where they come from."""
 
     _argument_group_name = "hub: models and data by name or path"
     config_name: str | None = flag(None, "configuration, if it is not the model's")
-    tokenizer_name: str | None = flag(None, "tokenizer, if it is not the model's")
     dataset_name: str | None = flag(None, "a hub's data set or a folder (default: data that every machine has)")
     dataset_config_name: str | None = flag(None, "its configuration", aliases=["--dataset_config"])
     train_file: str | None = flag(None, "csv, json, jsonl or parquet (also txt, where rows are texts)")
     validation_file: str | None = flag(None, "csv, json, jsonl or parquet")
     test_file: str | None = flag(None, "csv, json, jsonl or parquet")
-    preprocessing_num_workers: int | None = flag(None, "processes that tokenize")
-    overwrite_cache: bool = flag(False, "tokenize again although it is cached")
     cache_dir: str | None = flag(None, "where downloads are kept")
     model_revision: str = flag("main", "branch, tag or commit of the model")
     token: str | None = flag(None, "access token (default: the one stored by hf auth login)")
     trust_remote_code: bool = flag(False, "run code that the model's repository brings")
     low_cpu_mem_usage: bool = flag(False, f"has no effect: {NO_EFFECT['low_cpu_mem_usage']}")
+
+
+@dataclass
+class TokenizerArguments:
+    """How texts become tokens: for recipes that read texts, beside `HubArguments`."""
+
+    _argument_group_name = "hub: tokenizers"
+    tokenizer_name: str | None = flag(None, "tokenizer, if it is not the model's")
+    preprocessing_num_workers: int | None = flag(None, "processes that tokenize")
+    overwrite_cache: bool = flag(False, "tokenize again although it is cached")
     use_fast_tokenizer: bool = flag(True, f"has no effect: {NO_EFFECT['use_fast_tokenizer']}")
     use_fused_rope: bool = flag(True, f"has no effect: {NO_EFFECT['use_fused_rope']}")
 
@@ -121,6 +129,7 @@ def loading(what: str, *names: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        reason = "it has no rows" if "corresponds to no data" in reason else reason  # datasets', of a csv's mere header
         hint = "" if online else "; the hub was not reachable, and it is not in the cache"
         raise UserError(f"{what} cannot be loaded: {reason[:500]}{hint}") from error
 
@@ -134,22 +143,25 @@ def model_options(args: Namespace) -> dict[str, Any]:
 def load_config(args: Namespace) -> Any:
     """Load the configuration that ``args`` name, or a model type's own; None if they name neither it nor a model.
 
+    A recipe without ``tokenizer_name`` (`TokenizerArguments`) needs no tokenizer.
+
     Raises:
-        UserError: there is no such model type.
+        UserError: there is no such model type, or a model and a tokenizer do not come together.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    name = args.config_name or args.model_name_or_path
-    if name is None and args.model_type is None and args.tokenizer_name:
+    name, kind = args.config_name or args.model_name_or_path, args.model_type
+    tokenizer, reads_text = getattr(args, "tokenizer_name", None), hasattr(args, "tokenizer_name")
+    if name is None and kind is None and tokenizer:
         raise UserError("--tokenizer_name needs a model or configuration; without them a tokenizer is trained, too")
-    if name is None and args.model_type not in (None, *CONFIG_MAPPING):
-        raise UserError(f"--model_type: there is no {args.model_type!r}{did_you_mean(args.model_type, CONFIG_MAPPING)}")
+    if name is None and kind not in (None, *CONFIG_MAPPING):
+        raise UserError(f"--model_type: there is no {kind!r}{did_you_mean(kind, CONFIG_MAPPING)}")
     if name and (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
         raise UserError(f"{name} is a LoRA adapter, no whole model; name its run's folder, which ends with both merged")
-    if name is None and args.model_type and not args.tokenizer_name:
+    if name is None and kind and reads_text and not tokenizer:
         raise UserError("--model_type says nothing of the tokenizer: name one with --tokenizer_name")
     if name is None:
-        return AutoConfig.for_model(args.model_type) if args.model_type else None
+        return AutoConfig.for_model(kind) if kind else None
     return AutoConfig.from_pretrained(name, **model_options(args))
 
 
@@ -194,9 +206,9 @@ def load_splits(
     from datasets import load_dataset
 
     if name:
-        for path in sorted(Path(name).rglob("*")) if Path(name).is_dir() else ():
-            if path.is_file() and path.suffix in readers:
-                _look_for_other_bytes(str(path), readers[path.suffix])
+        inside = Path(name).rglob("*") if Path(name).is_dir() else ()
+        for path in sorted(path for path in inside if path.suffix in readers and path.is_file()):
+            _look_for_other_bytes(str(path), readers[path.suffix])
         with loading(f"--dataset_name {name}", name):
             return dict(load_dataset(name, args.dataset_config_name, token=args.token, **options))
     splits = {}

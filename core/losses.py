@@ -44,6 +44,21 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
     return _CrossEntropySum.apply(logits, labels, label_smoothing)
 
 
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return each row's cross-entropy, fp32 (rows,), under autocast too; 0 where the label is -100.
+
+    For few classes, where rows have weights of their own: it keeps a copy of the logits in fp32.
+
+    Args:
+        logits: (rows, classes), a floating type.
+        labels: (rows,), int64, from 0 to classes - 1, or -100.
+        label_smoothing: share of the target that is spread evenly over all classes, 0 to 1.
+    """
+    options = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": label_smoothing}
+    with torch.autocast(logits.device.type, enabled=False):  # operator lists may name bf16 for any of these
+        return functional.cross_entropy(logits.float(), labels, **options)
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:

@@ -24,7 +24,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "hab
 # What a run leaves in its folder; nothing else is ever removed from it.
 LEFTOVERS = (
     "checkpoint-*", ".checkpoint-*", "abandoned-checkpoint-*", "*_results.json", "generated_predictions.txt",
-    "model*.safetensors", "adapter/adapter_*", "loss_curve.png", "logs", "profile",
+    "predictions.csv", "*_confusion_matrix.png", "*_mistakes.png", "model*.safetensors",
+    "adapter/adapter_*", "loss_curve.png", "logs", "profile",
 )  # fmt: skip
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
 SECRET = re.compile(r"(?i)secret|passw|credential|(api|access)_?key|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)")
@@ -126,8 +127,8 @@ def save_metrics(output_dir: str | Path, split: str, metrics: Mapping, run: Mapp
     write_json(path, merged | ({"run": _plain(run, "", {})} if run is not None else {}))
 
 
-def write_json(path: str | Path, content: Mapping) -> None:
-    """Write one JSON object so that a reader, or a crash, sees the old file or the new one, never a part.
+def write_file(path: str | Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old one or the new one, never a part.
 
     Raises:
         UserError: the file cannot be written.
@@ -136,8 +137,8 @@ def write_json(path: str | Path, content: Mapping) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -146,6 +147,11 @@ def write_json(path: str | Path, content: Mapping) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def write_json(path: str | Path, content: Mapping) -> None:
+    """Write one JSON object, whole or not at all, see `write_file`."""
+    write_file(path, (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
 
 
 def _plain(value: Any, name: str, notes: dict[str, str]) -> Any:
@@ -235,7 +241,7 @@ def differences(figure: Mapping, run: Mapping) -> list[str]:
     prefix = figure["metric"].partition("_")[0]
     phase = prefix if prefix in ("train", "predict") else "eval"  # perplexity has no prefix
     trains = phase != "predict" and facts.get("do_train", True)
-    data = facts.get("dataset_name") or facts.get("train_file") or "this machine's own"
+    data = next(filter(None, map(facts.get, ("dataset_name", "train_file", "train_dir"))), "this machine's own")
     here = {
         "device": str(facts["device"]),
         "world_size": facts["world_size"],

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from core import adapters, checkpoint, deepspeed_config, distributed, graphs, optimizers, results, state, strategies
 from core.data import Batch
@@ -43,6 +43,7 @@ class Run:
         autocast: the context for forward passes and losses.
         resume_from: the checkpoint to go on from, or None.
         memory, ledger: peaks per phase, and batch shapes per phase.
+        metrics, facts: of the splits that were reported, and what produced them.
 
     Raises:
         UserError: the flags ask for what this machine or this folder cannot give.
@@ -50,6 +51,8 @@ class Run:
 
     def __init__(self, args: Namespace, gaudi_config: GaudiConfig, name: str) -> None:
         disable_progress_bar()  # transformers' own; one bar, the run's, is enough
+        if not is_main_process():
+            set_verbosity_error()  # one table of a loaded model's new weights is enough, too
         if args.disable_tqdm or not is_main_process():
             os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported later
         self.args, self.gaudi_config = args, gaudi_config
@@ -91,7 +94,7 @@ class Run:
         self.device.set_dynamic_shapes(gaudi_config.use_dynamic_shapes)
         self.memory, self.ledger = MemoryTracker(self.device), graphs.ShapeLedger()
         self.metrics: dict[str, Any] = {}
-        self._facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         self._inference_model: nn.Module | None = None
         self._strategy: Replicated | Zero | None = None
 
@@ -142,6 +145,8 @@ class Run:
         """Move a model to the device in the dtype, and with the graphs, that the flags ask for."""
         args = self.args
         if args.gradient_checkpointing and args.do_train:
+            if not getattr(model, "supports_gradient_checkpointing", True):
+                raise UserError(f"--gradient_checkpointing: {type(model).__name__} cannot do it; leave it out")
             model.gradient_checkpointing_enable()
         if args.bf16_full_eval and args.do_train:
             warn_once("--bf16_full_eval has no effect beside --do_train: the parameters must stay fp32")
@@ -191,7 +196,7 @@ class Run:
         with self.memory.phase(phase), torch.no_grad():
             self.model.eval()
             meter.start()
-            for window in loader.windows():
+            for window in meter.received(loader.windows()):
                 batch = self.device.move(window.batches[0], self.args.non_blocking_data_copy)
                 new = self.ledger.see(phase, batch)[1] and self.device.compiles
                 if new:
@@ -240,7 +245,7 @@ class Run:
             main(adapters.save, self.model, folder / "adapter" if merge else folder, weights)
         if merge or not adapted:
             plain = adapters.merged if adapted else lambda model, weights: weights
-            main(lambda: state.save_model(self.model, folder, plain(self.model, weights)))
+            main(lambda: state.save_model(self.model, folder, plain(self.model, weights), publish=merge))
         for companion in (self.gaudi_config, *companions):
             main(companion.save_pretrained, folder)
 
@@ -257,19 +262,16 @@ class Run:
             (self.output_dir / "generated_predictions.txt").write_text(lines, encoding="utf-8")
         facts = {"name": self.device.name, "execution_mode": self.device.mode, "precision": self.precision.name}
         run = results.describe_run(self.args, facts | {"world_size": distributed.world_size()})
-        run |= {
-            "op_lists": self.op_lists,
-            "batch_shapes": self.ledger.report(),
-            "peak_memory (GB)": self.memory.peaks(),
-        }
+        run |= {"op_lists": self.op_lists, "batch_shapes": self.ledger.report()}
+        run["peak_memory (GB)"] = self.memory.peaks()
         run["graphs_compiled"] = graphs.compile_count(self.device)
         results.save_metrics(self.output_dir, split, metrics, run)
         say(f"\n{split}\n" + banner({f"  {name}": results.show(value) for name, value in metrics.items()}))
-        self._facts = run
+        self.facts = run
 
     def finish(self) -> dict[str, Any]:
         """Print measured beside published figures, where the run file has any, and return all metrics."""
-        for line in results.compare_with_published(self.args.run_file["published"], self.metrics, self._facts):
+        for line in results.compare_with_published(self.args.run_file["published"], self.metrics, self.facts):
             say(line)
         say(f"\nall results: {self.output_dir / 'all_results.json'}")
         self.close()
@@ -286,11 +288,8 @@ class Run:
         """How the ranks share the work; None for one device without DeepSpeed."""
         if self.deepspeed:
             return f"ZeRO-{self.deepspeed['zero_optimization']['stage']} ({self.args.deepspeed})"
-        return (
-            {"ddp": "DDP", "fast_ddp": "fast DDP"}[self.args.distribution_strategy]
-            if distributed.world_size() > 1
-            else None
-        )
+        names = {"ddp": "DDP", "fast_ddp": "fast DDP"}
+        return names[self.args.distribution_strategy] if distributed.world_size() > 1 else None
 
     def description(self) -> str:
         """How this run executes, in a few words."""

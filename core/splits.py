@@ -44,6 +44,51 @@ def add_validation(found: dict[str, Any], args: Namespace) -> None:
         found["train"], found["validation"] = hold_out(found["train"], args.validation_split_percentage)
 
 
+def hold_out_validation(found: dict[str, Any], args: Namespace, column: str | None = None) -> None:
+    """Hold ``--train_val_split`` of the training rows out, drawn by ``--seed``, if there is no validation split.
+
+    Whether they are evaluated or not: with the same seed they are the same rows on every rank, and in a later run that
+    evaluates them. Both parts keep the rows' order.
+
+    Args:
+        found: ``datasets.Dataset`` by split; the two splits are put into it.
+        args: with ``train_val_split``, from 0 (none is held out) and below 1, and ``seed``.
+        column: of labels (`core.labels`): the share is drawn from every class, within one row, and each class keeps a
+            row to be trained on. Without it all rows are of one class.
+
+    Raises:
+        UserError: the share is none, or rows are to be evaluated and none can be held out.
+    """
+    import numpy as np
+
+    from core.labels import read_labels
+
+    if not 0 <= args.train_val_split < 1:
+        raise UserError(f"--train_val_split must be at least 0 and below 1, not {args.train_val_split}")
+    if "train" not in found or "validation" in found or not args.train_val_split:
+        return
+    rows, count = found["train"], len(found["train"])
+    classes = read_labels(rows, column)[0] if column else np.zeros(count, dtype=int)
+    order = np.random.RandomState(args.seed).permutation(count)  # its stream is the same in every version of NumPy
+    order = order[np.argsort(classes[order], kind="stable")]
+    held = math.ceil(args.train_val_split * count)
+    is_held = np.zeros(count, dtype=bool)
+    is_held[order[np.arange(held) * count // max(held, 1)]] = True  # every so many: of each class its share
+    names, first = np.unique(classes[order], return_index=True)
+    is_held[order[first[~np.isin(names, classes[~is_held])]]] = False
+    if not is_held.any() and not (args.do_eval or args.eval_strategy != "no"):
+        return
+    if not is_held.any():
+        kept = f"of {count} training rows none can be held out: each class keeps one"
+        raise UserError(f"{kept}; give {_sources('validation', args)}")
+    found["train"], found["validation"] = rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
+
+
+def _sources(split: str, args: Namespace) -> str:
+    """The flags that name a split's data: not every recipe reads folders."""
+    return f"--{split}_file" + (f" or --{split}_dir" if hasattr(args, f"{split}_dir") else "")
+
+
 def needed_splits(args: Namespace, splits: dict[str, Any]) -> dict[str, str]:
     """Which splits the flags ask for, each with its phase: to train on, to evaluate (also on the way), to test.
 
@@ -54,7 +99,9 @@ def needed_splits(args: Namespace, splits: dict[str, Any]) -> dict[str, str]:
     for split, phase in PHASES.items():
         if getattr(args, f"do_{phase}") or (phase == "eval" and args.do_train and args.eval_strategy != "no"):
             if split not in splits:
-                raise UserError(f"--do_{phase} needs a {split} split: give --{split}_file, or a data set that has one")
+                raise UserError(
+                    f"--do_{phase} needs a {split} split: give {_sources(split, args)}, or a data set that has one"
+                )
             needed[split] = phase
     return needed
 

@@ -24,14 +24,17 @@ from core.optimizers import family
 FILE_BYTES = 4 * 1000**3
 
 
-def save_model(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+def save_model(
+    model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | None = None, publish: bool = False
+) -> None:
     """Write the weights under the module's own names; storage that several names share is written once.
 
     Models with ``save_pretrained`` write themselves, so that ``from_pretrained`` loads the folder. ``weights`` replace
-    the module's own, where it holds a share of them only.
+    the module's own, where it holds a share of them only. With ``publish`` the names are those that the hub's models
+    of this kind have, which older versions of the library know, too; `load_model` does not read them.
     """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=False)
+        model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=publish)
         if weights:  # it has written down the working dtype, which these weights do not have
             note_dtype(folder, next(iter(weights.values())).dtype)
         return

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import nan, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,6 +40,7 @@ KERNELS = "flash_attention flash_attention_for_cpu efficient_attention cudnn_att
 ATTENTION = [("hpu", "sdpa_fwd", "sdpa_bwd"), ("hpu", "sdpa_recomp_fwd", "sdpa_recomp_bwd")]
 ATTENTION += [("aten", f"_scaled_dot_product_{k}", f"_scaled_dot_product_{k}_backward") for k in KERNELS.split()]
 COUNTABLE = re.compile("attention|sdpa|convolution|gemm|matmul")
+T = TypeVar("T")
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -56,7 +57,7 @@ class Throughput:
     """Measures steady steps. Every moment belongs to training or to one reason why it is left out.
 
     Args:
-        device: has ``synchronize()`` and ``name``; ``queues_work`` says whether calls return before work is done.
+        device: has ``synchronize()``, ``event()``, ``name``; ``queues_work``: calls return before work is done.
         warmup_steps: the first optimiser steps of this process that do not count.
         world_size: devices that train together.
         clock: returns seconds.
@@ -79,8 +80,10 @@ class Throughput:
         self._steps = 0
         self._train_seconds = 0.0
         self._excluded: Counter[str] = Counter()  # seconds by cause
-        self._counted: Counter[str] = Counter()  # steps, rows, tokens, flops in the seconds of training
+        self._counted: Counter[str] = Counter()  # steps, rows, tokens, flops, waited in the seconds of training
         self._open: Counter[str] = Counter()  # the same, since the last edge
+        self._recorded: Counter[str] = Counter()  # what was counted at the last `data_wait`
+        self._waits: deque[tuple[float, Any, Any]] = deque()  # host time, and the moments before and after a wait
         self._recent: deque[tuple[float, float]] = deque(maxlen=20)  # rows and host seconds of the last steps
 
     def start(self) -> None:
@@ -97,6 +100,11 @@ class Throughput:
         self._assign(cause, self.clock())
 
     def _assign(self, cause: str | None, until: float) -> None:
+        while self._waits and self._waits[0][0] <= until:
+            _, asked, given = self._waits.popleft()
+            if cause is None:
+                on_host = isinstance(asked, float)
+                self._open["waited"] += given - asked if on_host else asked.elapsed_time(given) / 1000
         if cause is None:
             self._train_seconds += until - self._edge
             self._counted.update(self._open)
@@ -118,6 +126,28 @@ class Throughput:
         finally:
             self._cause = None
             self._close(cause)
+
+    def received(self, source: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader gives. Time in which the device stands idle for it is waiting for data.
+
+        A device that queues its work may be busy while the host is in the loader: its time is that between two
+        events in the queue, one when the loader is asked and one when it has given. They are read at the next edge.
+        """
+        loader, missing = iter(source), object()
+        while True:
+            asked = self._moment()
+            item = next(loader, missing)
+            self._waits.append((self.clock(), asked, self._moment()))
+            if len(self._waits) >= 1000:
+                self.edge()  # a run that never logs must not hold ever more events
+            if item is missing:
+                return
+            yield item
+
+    def _moment(self) -> Any:
+        """Now: an event in the device's queue, or the host's time where there is no queue."""
+        event = self.device.event()
+        return float(self.clock()) if event is None else event
 
     def step(self, rows: float, tokens: float = 0, cold: bool = False, flops: float | None = None) -> None:
         """Record one optimiser step of all devices, when it is over. Synchronises only where a window ends.
@@ -154,14 +184,23 @@ class Throughput:
         seconds = sum(seconds for _, seconds in self._recent)
         return sum(rows for rows, _ in self._recent) / seconds if seconds > 0 else None
 
+    def data_wait(self) -> float | None:
+        """Seconds of waiting for data up to the last edge since the last figure; None if no step has counted since."""
+        new = self._counted - self._recorded
+        if not new["steps"]:
+            return None
+        self._recorded = self._counted.copy()
+        return _six_digits(new["waited"])
+
     def metrics(self, prefix: str = "train") -> dict[str, Any]:
         """Return what was measured so far; synchronises.
 
         Returns:
             ``{prefix}_runtime`` (seconds, nothing left out), ``_samples_per_second``, ``_steps_per_second`` and
             ``_tokens_per_second`` of all devices, samples and tokens also ``_per_device`` (at any world size: the
-            keys are always the same), ``_mfu`` (share of the devices' peak), ``_excluded_seconds`` (by cause). Six
-            digits each; None is n/a: no step counted, no tokens, FLOPs or peak unknown.
+            keys are always the same), ``_mfu`` (share of the devices' peak), ``_data_wait_seconds`` (of what is not
+            excluded, this rank's device stood idle for data; ranks meet in each window: it has the slowest loader in
+            it), ``_excluded_seconds`` (by cause). Six digits; None: no step counted, no tokens, FLOPs or peak unknown.
         """
         if self._begin is not None:
             self.edge()
@@ -170,6 +209,7 @@ class Throughput:
         for name in ("samples_per_second", "tokens_per_second"):
             values[f"{name}_per_device"] = values[name] and values[name] / self.world_size
         values |= {"mfu": self._utilisation(), "runtime": self._edge - (self._begin or 0.0)}
+        values["data_wait_seconds"] = self._counted["waited"] if self._counted["steps"] else None
         seconds = {cause: _six_digits(value) for cause, value in self._excluded.items()}
         rounded = {f"{prefix}_{name}": value and _six_digits(value) for name, value in values.items()}
         return {**rounded, f"{prefix}_excluded_seconds": seconds}

@@ -243,7 +243,8 @@ def plot_losses(csv_path: Path, png_path: Path, title: str, loss_label: str) -> 
         if points:
             dense = label == "training" and len(points) > 40
             axes.plot(*zip(*points, strict=True), "-" if dense else "o-", markersize=4, linewidth=1.4, label=label)
-    axes.set(title=title, xlabel="optimiser steps", ylabel=loss_label)
+    axes.set(xlabel="optimiser steps", ylabel=loss_label)
+    axes.set_title(title, parse_math=False)  # a run's name may hold a $
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -210,3 +210,71 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         f"--{split}_file": str(write_jsonl(folder / f"{split}.jsonl", texts(count, seed)))
         for seed, (split, count) in enumerate(sizes.items())
     }
+
+
+ANIMALS = "ant bee cat dog elk fox gnu".split()
+
+
+def save_pictures(folder: Path, count: int, seed: int = 0, kinds: tuple[str, ...] = ("png", "jpg", "jpg")) -> Path:
+    """Write ``folder/<class>/<number>.<kind>``, the kinds in turn, of many even sizes: noise in its class's colour."""
+    import numpy
+    from PIL import Image
+
+    draw = numpy.random.default_rng(seed)
+    for number in range(count):
+        place = number % len(ANIMALS)
+        pixels = draw.integers(0, 100, (*2 * draw.integers(6, 20, 2), 3))
+        colour = [150 * ((place + 1) >> bit & 1) for bit in range(3)]
+        path = folder / ANIMALS[place] / f"{number:02d}.{kinds[number % len(kinds)]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels + colour).astype(numpy.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def picture_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Flags that name three folders of pictures: 26 for training, 13 for validation, 11 for test."""
+    folder = tmp_path_factory.mktemp("pictures")
+    sizes = {"train": 26, "validation": 13, "test": 11}
+    return {
+        f"--{split}_dir": str(save_pictures(folder / split, count, seed))
+        for seed, (split, count) in enumerate(sizes.items())
+    }
+
+
+def save_picture_model(folder: Path, config: Any, kind: str) -> Path:
+    """A model of transformers for pictures of 16 x 16, and an image processor that resizes by the bicubic filter."""
+    import torch
+    import transformers
+
+    sizes = {"size": {"height": 16, "width": 16}, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    transformers.ViTImageProcessorPil(**sizes).save_pretrained(folder)
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved ViT of two layers with dropout; as the one that was trained on ImageNet-21k, it has no classifier."""
+    from transformers import ViTConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = ViTConfig(image_size=16, patch_size=8, **sizes, initializer_range=0.2, hidden_dropout_prob=0.1)
+    return save_picture_model(tmp_path_factory.mktemp("tiny_vit"), config, "ViTModel")
+
+
+@pytest.fixture(scope="session")
+def tiny_swin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Swin of two stages with a classifier of nine other classes."""
+    from transformers import SwinConfig
+
+    sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+    names = {number: f"plant {number}" for number in range(9)}
+    config = SwinConfig(image_size=16, patch_size=4, **sizes, id2label=names, initializer_range=0.2)
+    return save_picture_model(tmp_path_factory.mktemp("tiny_swin"), config, "SwinForImageClassification")
+
+
+@pytest.fixture(scope="session")
+def image_classification() -> ModuleType:
+    return load_recipe("image_classification")

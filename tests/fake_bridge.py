@@ -52,12 +52,27 @@ def mark_step():
     calls.append(("mark_step", {}))
 """,
     "habana_frameworks/torch/hpu/__init__.py": """
+import time
+
 import habana_frameworks.torch as bridge
 from habana_frameworks.torch import calls
 from habana_frameworks.torch.hpu import metrics, random
 
 cards = 1
 memory = {"Limit": 96 * 2**30, "InUse": 3 * 2**20, "MaxInUse": 7 * 2**20, "NumAllocs": 5}
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.timed = enable_timing
+
+    def record(self):
+        calls.append(("record", {}))
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        assert self.timed and end.timed
+        return 1000 * (end.at - self.at)
 
 
 def is_available():

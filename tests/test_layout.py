@@ -18,13 +18,14 @@ LEVELS = [
     {"errors"},
     {
         "arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "lines", "preflight",
-        "ngrams", "run_files",
+        "ngrams", "run_files", "digits",
     },
     {
         "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
         "processes", "gradients", "hub", "prose", "buckets", "packing", "losses", "adapters", "splits",
+        "images", "augment", "labels", "pages", "model_card", "processing", "workers",
     },
-    {"data", "stream", "documents", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
+    {"data", "stream", "documents", "pictures", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
     {"run"},
     {"engine"},
 ]  # fmt: skip
@@ -32,7 +33,8 @@ LEVELS = [
 WITHIN = {
     ("splits", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"), ("export", "checkpoint"),
     ("export", "state"), ("distributed", "gradients"), ("stream", "data"), ("documents", "data"),
-    ("arguments", "run_files"),
+    ("arguments", "run_files"), ("augment", "images"), ("processing", "images"), ("model_card", "pages"),
+    ("splits", "labels"), ("pictures", "data"),
 }  # fmt: skip
 BANNERS = ["Bootstrap and imports", "Arguments", "Data", "Model", "Task functions", "Train", "Evaluate", "Main"]
 TOP = {

@@ -314,7 +314,7 @@ def sample(run: Run, tokenizer: Any, prompt: str) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
-    groups = (LanguageModelingArguments, hub.LoraArguments, hub.HubArguments)
+    groups = (LanguageModelingArguments, hub.LoraArguments, hub.HubArguments, hub.TokenizerArguments)
     built_in = (lambda args: Path(__file__).with_name(f"built_in_{args.objective or 'causal'}.json"), hub.NAMED)
     args = parse_arguments(argv, *groups, description=__doc__, built_in=built_in)
     gaudi_config = prepare_environment(args)
@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             run.save_model(run.output_dir, tokenizer)
     else:
         run.place(model)
-    counts = args.do_train and not any(getattr(args, name) for name in hub.NAMED)
+    counts = args.do_train and not any(getattr(args, name, None) for name in hub.NAMED)
     for split, phase in (("validation", "eval"), ("test", "predict")):
         if getattr(args, f"do_{phase}"):
             metrics = evaluate(run, loaders[split], phase)

@@ -29,7 +29,7 @@ for folder in Path(__file__).resolve().parents:  # a copy beside this folder fin
 
 from core.arguments import flag, parse_arguments
 from core.errors import UserError, exit_with_one_line, say, warn_once
-from core.hub import NAMED, HubArguments, fit, load_splits, loading, model_options
+from core.hub import NAMED, HubArguments, TokenizerArguments, fit, load_splits, loading, model_options
 from core.mixed_precision import prepare_environment
 from core.splits import PHASES, map_rows, needed_splits
 
@@ -304,7 +304,8 @@ def show(texts: list[str], rows: Dataset, metrics: dict[str, Any], phase: str) -
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
-    args = parse_arguments(argv, SummarizationArguments, HubArguments, description=__doc__, built_in=(BUILT_IN, NAMED))
+    groups = (SummarizationArguments, HubArguments, TokenizerArguments)
+    args = parse_arguments(argv, *groups, description=__doc__, built_in=(BUILT_IN, NAMED))
     gaudi_config = prepare_environment(args)
     from core.engine import Engine
     from core.run import Run

@@ -26,12 +26,12 @@ from core.arguments import (
     parse_arguments,
 )
 from core.errors import UserError
-from core.hub import HubArguments
+from core.hub import HubArguments, TokenizerArguments
 
 SHARED = {f.name: f for group in SHARED_GROUPS for f in fields(group)}
 KINDS = {name: kind for group in SHARED_GROUPS for name, kind in get_type_hints(group).items()}
 # Flags of every recipe that names models and data are in the tables, too.
-ALL = SHARED | {f.name: f for f in fields(HubArguments)}
+ALL = SHARED | {f.name: f for group in (HubArguments, TokenizerArguments) for f in fields(group)}
 
 
 @dataclass
@@ -242,7 +242,7 @@ def test_a_flag_without_effect_says_so_once(name, caplog):
     is_switch = isinstance(ALL[name].default, bool) or KINDS.get(name) == bool | None
     value = str(not ALL[name].default) if is_switch else "7"
     for _ in range(2):
-        parse_arguments(["--do_train", f"--{name}", value], HubArguments, description="")
+        parse_arguments(["--do_train", f"--{name}", value], HubArguments, TokenizerArguments, description="")
     assert caplog.messages == [f"--{name} has no effect here: {NO_EFFECT[name]}"]
 
 

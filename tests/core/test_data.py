@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import torch
 from core import distributed
 from core.arguments import parse_arguments
 from core.buckets import make_buckets
-from core.data import IGNORE_INDEX, BatchLoader, fill, require_rows
+from core.data import IGNORE_INDEX, BatchLoader, fill, loader_options, require_rows
 from core.errors import UserError
+from tests.core.ranks import results, start_ranks
 from tests.core.toy import arguments
 
 
@@ -149,15 +152,156 @@ def test_no_update_is_an_error(rows: int, options: dict) -> None:
 
 
 def test_workers_change_neither_batches_nor_random_numbers() -> None:
-    results = []
-    for workers in (0, 2):
-        torch.manual_seed(0)
-        windows = list(loader_of(lengths_of(22), 4, seed=1, workers=workers).windows(0))
-        results.append(([batch["inputs"] for window in windows for batch in window.batches], torch.rand(3)))
-    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    """Rows, their order, their random changes, and what the model draws."""
     torch.manual_seed(0)
-    assert torch.equal(results[0][1], untouched := torch.rand(3))
-    assert torch.equal(results[1][1], untouched)
+    untouched, first = torch.rand(3), None
+    for workers in (0, 1, 3):
+        torch.manual_seed(0)
+        made = loader_of(lengths_of(22), 4, seed=1, workers=workers, accumulation=2, augment=noisy, augment_seed=7)
+        windows = [window for epoch, start in ((0, 0), (1, 1)) for window in made.windows(epoch, start)]
+        assert torch.equal(torch.rand(3), untouched)
+        first = first or windows
+        assert [window.row_ids for window in windows] == [window.row_ids for window in first]
+        for window, before in zip(windows, first, strict=True):
+            for batch, other in zip(window.batches, before.batches, strict=True):
+                assert all(torch.equal(value, other[name]) for name, value in batch.items())
+
+
+def assert_no_worker(within: float = 5.0) -> None:
+    until = time.monotonic() + within
+    while multiprocessing.active_children() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.processes
+def test_no_worker_outlives_its_epoch() -> None:
+    loader = loader_of(lengths_of(22), 4, workers=2)
+    whole = loader.windows()
+    next(whole)
+    assert len(multiprocessing.active_children()) == 2
+    for _ in whole:
+        pass
+    assert_no_worker()
+    for _ in loader.windows(1):
+        break  # as training does at its last step
+    assert_no_worker()
+
+
+@pytest.mark.parametrize(
+    ("flags", "there", "pinned"),
+    [
+        (["--non_blocking_data_copy"], True, True),
+        (["--non_blocking_data_copy"], False, False),
+        (["--non_blocking_data_copy", "--use_cpu"], True, False),
+        ([], True, False),
+    ],
+)
+def test_memory_is_pinned_for_an_accelerator_alone(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], there: bool, pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    args = parse_arguments(["--do_train", *flags], description="")
+    assert loader_options(args, train=True)["pin_memory"] is pinned
+    assert loader_options(args, train=False)["pin_memory"] is pinned
+
+
+class Rows(list):
+    """Rows that are (number, lengths); those of ``missing`` end the run."""
+
+    missing: tuple[int, ...] = ()
+
+    def __getitem__(self, number: int) -> tuple[int, tuple[int, int]]:
+        if number in self.missing:
+            raise UserError(f"row {number}.jpg cannot be\nread; mend it")
+        return super().__getitem__(number)
+
+
+class Marking:
+    """Collates, and marks the rows of these numbers as unreadable."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = bad
+
+    def __call__(self, rows: list[tuple[int, tuple[int, int]]], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        batch, marks = collate(rows, shape), torch.tensor([number in self.bad for number, _ in rows])
+        batch["inputs"][marks], batch["labels"][marks] = 0, IGNORE_INDEX
+        return batch | {"unreadable": marks}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_user_comes_out_of_a_worker_as_one_line(workers: int) -> None:
+    loader = loader_of(lengths_of(22), 4, count=1, workers=workers)
+    loader.dataset = Rows(loader.dataset)
+    loader.dataset.missing = (9, 21)
+    seen = []
+    with pytest.raises(UserError) as error:
+        seen.extend(window.row_ids for window in loader.windows())
+    assert str(error.value) == "row 9.jpg cannot be read; mend it"
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]  # those before it were given, in order
+    assert_no_worker()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_unreadable_row_counts_no_more_and_keeps_its_place(accumulation: int, workers: int) -> None:
+    """Row 20 is the first of the last micro-batch: filler repeats it."""
+    lengths, told, bad = lengths_of(22), [], (0, 5, 6, 20)
+    options = {"accumulation": accumulation, "workers": workers, "on_unreadable": told.append}
+    loader = loader_of(lengths, 4, count=1, **options)
+    loader.collate = Marking(*bad)
+    windows = list(loader.windows())
+    plain = list(loader_of(lengths, 4, count=1, accumulation=accumulation).windows())
+    assert [one.row_ids for one in windows] == [one.row_ids for one in plain]
+    by_window = [[row for row in one.row_ids if row in bad] for one in windows]
+    assert [one.unreadable for one in windows] == by_window
+    assert told == [rows for rows in by_window if rows]
+    assert not any(one.unreadable for one in plain)
+    for one, before in zip(windows, plain, strict=True):
+        good = [lengths[row] for row in one.row_ids if row not in one.unreadable]
+        assert (one.rows, before.rows) == (len(good), len(one.row_ids))
+        assert (one.tokens, one.targets) == (sum(map(sum, good)), sum(target for _, target in good))
+        assert not any("unreadable" in batch for batch in one.batches)
+        weights = torch.cat([batch["row_weights"] for batch in one.batches])[: len(one.row_ids)].tolist()
+        assert weights == [float(row not in one.unreadable) for row in one.row_ids]
+    assert sum(float(batch["row_weights"].sum()) for one in windows for batch in one.batches) == 18
+
+
+def test_filler_is_readable() -> None:
+    """Of a rank without rows all is filler, and repeats a row that another rank counts."""
+    marks = {"inputs": torch.zeros(2, 1), "unreadable": torch.tensor([True, False])}
+    for real, expected in ((2, [True, False, False, False]), (1, [True, False, False, False]), (0, [False] * 4)):
+        batch = fill({name: value.clone() for name, value in marks.items()}, 4, real)
+        assert batch["unreadable"].tolist() == expected
+
+
+def test_what_is_called_does_not_have_to_travel_to_a_worker() -> None:
+    assert loader_of(lengths_of(4), 2, on_unreadable=lambda rows: None).__getstate__()["on_unreadable"] is None
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict]:
+    return results(start_ranks(2, "unreadable", timeout=60))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_agree_on_the_rows_that_one_of_them_cannot_read(on_two: list[dict], workers: int) -> None:
+    for found, own in zip(on_two, ([0, 1], [2, 3]), strict=True):
+        made = found[f"{workers} False"]
+        assert made["told"] == [[6, 7]]
+        totals = [one[:4] for one in made["windows"]]
+        assert totals == [[[], 4, 4, 4], [[6, 7], 2, 2, 2], [[], 2, 2, 2]]
+        assert [one[4] for one in made["windows"]] == [own, [row + 4 for row in own], [8, 9] if own[0] == 0 else []]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_one_ranks_worker_ends_all_and_names_the_rank(on_two: list[dict], workers: int) -> None:
+    said = [found[f"{workers} True"] for found in on_two]
+    error = "row 6 cannot be read; mend it"
+    assert said == [f"UserError: rank 1: {error}", f"UserError: {error}"]
+    assert [found["left"] for found in on_two] == [0, 0]
 
 
 def noisy(row: tuple[int, tuple[int, int]], draw: np.random.Generator) -> tuple[float, tuple[int, int]]:

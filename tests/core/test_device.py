@@ -291,6 +291,15 @@ def test_step_boundaries_are_those_of_lazy_mode(bridge, mode, marks):
     assert bridge.calls[-1][0] == "synchronize"
 
 
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_an_event_stands_where_it_was_put_and_waits_for_nothing(bridge, mode):
+    device = gaudi(mode)
+    start, end = device.event(), device.event()
+    assert [name for name, _ in bridge.calls] == ["record", "record"]
+    assert 0 <= start.elapsed_time(end) < 1000
+    assert cpu().event() is None
+
+
 def test_the_cpu_needs_neither(bridge):
     cpu().step_boundary()
     cpu("compile").synchronize()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from core.data import IGNORE_INDEX
+from core.data import IGNORE_INDEX, BatchLoader
 from core.device import Device
 from core.engine import Engine
 from core.errors import UserError
@@ -300,6 +303,108 @@ def test_a_run_of_one_step_has_no_throughput(tmp_path: Path) -> None:
     assert math.isfinite(metrics["train_runtime"])
 
 
+class Slow(list):
+    """Rows of which the first of each batch of four takes 30 ms to read."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(range(rows))
+        self.seconds = 0.0
+
+    def __getitem__(self, row: int) -> int:
+        if row % 4 == 0:
+            began = time.perf_counter()
+            time.sleep(0.03)
+            self.seconds += time.perf_counter() - began
+        return super().__getitem__(row)
+
+
+def slow_loader(slow: Slow, *given: Any, **options: Any) -> BatchLoader:
+    loader = loader_of(*given, batch=4, shuffled=False, buckets=1, **options)
+    loader.dataset = slow
+    return loader
+
+
+def test_seconds_of_waiting_for_data_are_measured_and_logged(tmp_path: Path) -> None:
+    """Steps of 10 ms and a loader of 30; warm-up, an evaluation of 100 ms and checkpoints are no waiting."""
+    slow, evaluated = Slow(24), []
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.01)
+        return loss_sum(model, batch)
+
+    def each(engine: Engine) -> None:
+        if engine.step_count == 5:
+            inner = slow_loader(own := Slow(12), engine.args, 12, train=False)
+            metrics, _ = engine.run.evaluate(inner, lambda batch: (loss_sum(engine.run.model, batch), None), "eval")
+            evaluated.append((metrics, own.seconds))
+            engine.evaluate(lambda: time.sleep(0.1) or metrics)
+
+    flags = ["--max_steps", "12", "--logging_steps", "4", "--save_steps", "6", "--throughput_warmup_steps", "1"]
+    engine, *_ = run(
+        tmp_path / "run", *flags, rows=24, loss=loss, each=each, make_loader=lambda *given: slow_loader(slow, *given)
+    )
+    before = slow.seconds
+    metrics = engine.finish_training()
+    assert slow.seconds == before
+    each_step = before / 12
+    assert metrics["train_data_wait_seconds"] == pytest.approx(11 * each_step, rel=0.1)
+    assert metrics["train_data_wait_seconds"] == float(f"{metrics['train_data_wait_seconds']:.6g}")
+    (found, inside), log = evaluated[0], tmp_path / "run" / "logs" / "metrics.csv"
+    assert found["eval_data_wait_seconds"] == pytest.approx(inside * 2 / 3, rel=0.1)
+    logged = [float(row["data_wait_seconds"]) for row in csv.DictReader(log.open()) if row["data_wait_seconds"]]
+    assert logged == pytest.approx([3 * each_step, 4 * each_step, 4 * each_step], rel=0.15)
+    assert sum(logged) == pytest.approx(metrics["train_data_wait_seconds"], abs=1e-4)
+
+
+def test_workers_that_are_fast_enough_leave_nothing_to_wait_for(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.04)
+        return loss_sum(model, batch)
+
+    def loader(*given: Any) -> BatchLoader:
+        made = slow_loader(Slow(24), *given)
+        made.workers = 2
+        return made
+
+    engine, *_ = run(
+        tmp_path, "--num_train_epochs", "1", "--throughput_warmup_steps", "1", rows=24, loss=loss, make_loader=loader
+    )
+    metrics = engine.finish_training()
+    assert metrics["train_steps"] == 6
+    assert metrics["train_data_wait_seconds"] < 0.25 * 5 * 0.03
+
+
+def test_an_unreadable_rows_output_keeps_its_place(tmp_path: Path) -> None:
+    """Training takes rates from the rows that could be read; evaluation returns an output of every row."""
+    args = arguments(tmp_path / "run")
+    args.do_train = False
+    whole = Run(args, GaudiConfig(), "toy")
+    model, told = whole.place(Model()), []
+    loader = loader_of(args, 13, train=False, batch=4)
+    rows, bad = loader.collate, (0, 6, 12)
+
+    def marked(numbers: list[int], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        marks = torch.tensor([number in bad for number in numbers])
+        batch = rows(numbers, shape)
+        batch["labels"][marks] = IGNORE_INDEX
+        return batch | {"unreadable": marks}
+
+    loader.collate, loader.on_unreadable = marked, told.extend
+
+    def forward(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert "unreadable" not in batch
+        return loss_sum(model, batch), batch["mask"].sum(1)
+
+    metrics, outputs = whole.evaluate(loader, forward, "eval")
+    assert [int(output) for output in outputs] == [source for source, _ in LENGTHS[:13]]
+    assert sorted(told) == list(bad)
+    good = [row for row in range(13) if row not in bad]
+    expected = sum(loss_sum(model, collate([row], LENGTHS[row])).item() for row in good)
+    assert metrics["eval_loss"] == pytest.approx(expected / sum(LENGTHS[row][1] for row in good), abs=1e-6)
+    steady = metrics["eval_runtime"] * metrics["eval_samples_per_second"]
+    assert steady == pytest.approx(len(good), rel=1e-3)
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_step_boundaries_and_fused_kernels_on_a_gaudi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipelined: bool
@@ -337,9 +442,12 @@ def test_step_boundaries_and_fused_kernels_on_a_gaudi(
             engine.step(window)
             boundaries.append(bridge.count("mark_step") - before - (bridge.count("synchronize") - synced))
         names = [name for name, _ in bridge.calls]
+        waited = engine.finish_training()["train_data_wait_seconds"]
     assert type(engine.optimizer).__name__ == "FusedAdamW"
     assert names.count("ModuleCacher") == names.count("FusedClipNorm") == 1
     assert names.count("clip_norm") == 3
+    assert names.count("record") == 2 * 3  # events around each turn of the loader, read at the end
+    assert 0 < waited < 1
     assert "disable_dynamic_shape" in names
     assert boundaries[-1] == 2 * (2 if pipelined else 1) + 1
     assert all(parameter.grad is not None for parameter in model.parameters())  # graphs write into the same gradients

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from core import errors
-from core.arguments import parse_arguments
+from core.arguments import flag, parse_arguments
 from core.errors import UserError
 from core.hub import (
+    NAMED,
     HubArguments,
     LoraArguments,
+    TokenizerArguments,
     choose_length,
     fit,
     go_offline_if_unreachable,
@@ -347,6 +350,55 @@ def test_the_configuration_that_is_named(tiny_gpt2, tiny_bert):
     with pytest.raises(UserError, match=r"--model_type: there is no 'gpt3' \(did you mean '") as error:
         load_config(model_flags(model_type="gpt3"))
     assert len(str(error.value)) < 100
+
+
+def test_a_recipe_without_tokenizers_needs_none(tiny_bert):
+    args = model_flags()
+    del args.tokenizer_name
+    assert load_config(args) is None
+    args.model_type = "vit"
+    assert load_config(args).model_type == "vit"
+    args.model_name_or_path = str(tiny_bert)
+    assert load_config(args).model_type == "bert"
+    args.model_name_or_path, args.model_type = None, "vitt"
+    with pytest.raises(UserError, match=r"--model_type: there is no 'vitt' \(did you mean 'vit'\?\)"):
+        load_config(args)
+
+
+def test_what_is_of_tokens_is_a_group_of_its_own():
+    """A recipe without texts must not promise to cut them."""
+    groups = [{flag.name: flag for flag in fields(group)} for group in (HubArguments, TokenizerArguments)]
+    assert not groups[0].keys() & groups[1].keys()
+    assert not [name for name, flag in groups[0].items() if "token" in flag.metadata["help"] and name != "token"]
+    for names in (["--tokenizer_name", "x"], ["--overwrite_cache"], ["--preprocessing_num_workers", "2"]):
+        with pytest.raises(UserError, match=names[0]):
+            parse_arguments(["--do_eval", *names], HubArguments, description="test")
+        parse_arguments(["--do_eval", *names], HubArguments, TokenizerArguments, description="test")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model_name_or_path", "model_type", "config_name", "dataset_name", "train_file", "validation_file"),
+        *("test_file", "train_dir", "validation_dir", "test_dir"),
+    ],
+)
+def test_what_names_a_model_or_data_takes_the_place_of_what_is_built_in(name, tmp_path):
+    """Whether or not the recipe has the flag: one without folders is asked for them, too."""
+
+    @dataclass
+    class Folders:
+        train_dir: str | None = flag(None, "a folder")
+        validation_dir: str | None = flag(None, "a folder")
+        test_dir: str | None = flag(None, "a folder")
+        model_name_or_path: str | None = flag(None, "a model")
+        model_type: str | None = flag(None, "its type")
+
+    (tmp_path / "built_in.json").write_text('{"args": {"seed": 7}}')
+    given = {"built_in": (tmp_path / "built_in.json", NAMED), "description": "test"}
+    assert parse_arguments(["--do_eval"], HubArguments, **given).seed == 7
+    assert parse_arguments(["--do_eval"], Folders, HubArguments, **given).seed == 7
+    assert parse_arguments(["--do_eval", f"--{name}", "x"], Folders, HubArguments, **given).seed == 42
 
 
 def test_every_kind_of_model_looks_back_alone_or_is_refused():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from core import losses
 from core.data import IGNORE_INDEX
-from core.losses import cross_entropy_sum
+from core.losses import cross_entropies, cross_entropy_sum
 from tests.hpu_simulator import simulator
 
 CLASSES = 37
@@ -342,3 +342,79 @@ def test_on_a_card_it_is_the_same_in_one_graph_without_a_wait(tmp_path: Path, mo
 
 def test_labels_are_ignored_as_the_data_says() -> None:
     assert losses.IGNORED == IGNORE_INDEX
+
+
+# --- A loss for each row ----------------------------------------------------------------------------------------------
+
+
+def rows_of(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores(dtype).flatten(0, 1), targets().flatten()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_losses_are_torchs(dtype: torch.dtype, smoothing: float) -> None:
+    logits, labels = rows_of(dtype)
+    weights = torch.linspace(0, 1, len(labels))
+    leaf, other = (logits.clone().requires_grad_() for _ in range(2))
+    found = cross_entropies(leaf, labels, smoothing)
+    pairs = zip(other, labels, strict=True)
+    expected = torch.stack([torchs(row[None], label[None], smoothing) for row, label in pairs])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for each in (found, expected):
+        (each * weights).sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_without_a_target_are_zero(smoothing: float) -> None:
+    logits, labels = rows_of()
+    logits.requires_grad_()
+    found = cross_entropies(logits, labels, smoothing)
+    assert ((found == 0) == (labels == IGNORE_INDEX)).all()
+    found.sum().backward()
+    assert torch.equal(logits.grad.any(1), labels != IGNORE_INDEX)
+    assert cross_entropies(logits[:0], labels[:0]).shape == (0,)
+    with pytest.raises(IndexError, match=str(CLASSES)):
+        cross_entropies(logits, torch.full_like(labels, CLASSES))
+
+
+def test_rows_losses_are_in_fp32_under_autocast() -> None:
+    head, hidden, labels = nn.Linear(8, CLASSES), torch.randn(32, 8), targets().flatten()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = head(hidden)
+        found = cross_entropies(logits, labels, 0.1)
+    assert logits.dtype == torch.bfloat16
+    assert found.dtype == torch.float32
+    assert torch.equal(found, cross_entropies(logits.float(), labels, 0.1))
+    torch.testing.assert_close(found.sum(), cross_entropy_sum(logits, labels, 0.1), rtol=1e-6, atol=0)
+
+
+ROWS_ON_DEVICE = """
+import json
+import habana_frameworks.torch.core as htcore
+import torch
+from core.losses import cross_entropies
+
+torch.manual_seed(0)
+logits, labels = 3 * torch.randn(8, 100), torch.tensor([0, 99, -100, 5, -100, 7, 1, 2])
+found = {}
+for kind in ("cpu", "hpu"):
+    leaf = logits.detach().clone().to(kind).requires_grad_()
+    with torch.autocast(kind, torch.bfloat16):
+        losses = cross_entropies(leaf, labels.to(kind), 0.1)
+        losses.sum().backward()
+    found[kind] = torch.cat([losses.detach(), leaf.grad.flatten()]).tolist()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_on_a_card_rows_losses_are_in_fp32_whatever_an_operator_list_names(tmp_path: Path, mode: str) -> None:
+    (low := tmp_path / "low.txt").write_text("softmax\nlog_softmax\ncross_entropy_loss\nnll_loss\n")
+    lists = {"PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": str(low)}
+    output, _ = simulator.rehearse(tmp_path, ROWS_ON_DEVICE, mode=mode, **lists)
+    found = json.loads(output.splitlines()[0])
+    assert found["hpu"] == pytest.approx(found["cpu"], rel=1e-6, abs=1e-6)

@@ -6,8 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from datasets import Dataset, Features, LargeList, List, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, LargeList, List, Value, load_dataset
 
 from core.errors import UserError
 from core.packing import Blocks
@@ -15,6 +16,7 @@ from core.splits import (
     add_validation,
     columns_of,
     hold_out,
+    hold_out_validation,
     map_rows,
     needed_splits,
     text_column,
@@ -85,6 +87,79 @@ def test_some_percent_must_be_left() -> None:
             add_validation({"train": rows}, args)
 
 
+def drawn(rows: Dataset, column: str | None = None, **flags: Any) -> dict[str, Dataset]:
+    found = {"train": rows}
+    hold_out_validation(found, wanted(**{"do_eval": True, "seed": 42, "train_val_split": 0.15} | flags), column)
+    return found
+
+
+def test_a_share_is_drawn_by_the_seed_and_every_row_is_on_one_side() -> None:
+    rows = Dataset.from_dict({"number": range(1000)})
+    found = drawn(rows)
+    train, held = (found[split]["number"][:] for split in ("train", "validation"))
+    assert len(held) == 150
+    assert sorted(train + held) == list(range(1000))
+    assert (train, held) == (sorted(train), sorted(held))  # the rows' own order
+    assert held[:6] == [3, 15, 17, 18, 24, 29]  # also in another version, on another machine
+    assert 400 < np.mean(held) < 600
+    assert drawn(rows)["validation"]["number"][:] == held
+    assert drawn(rows, do_eval=False, eval_strategy="epoch")["validation"]["number"][:] == held
+    assert drawn(rows, seed=43)["validation"]["number"][:] != held
+    assert [len(drawn(rows.select(range(3)), train_val_split=share)["train"]) for share in (0.01, 0.5, 0.99)] == [
+        2,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("kind", [Value("string"), Value("int8"), ClassLabel(names=["x", "y", "7"])])
+def test_every_class_gives_its_share_and_keeps_a_row(kind: Any) -> None:
+    classes = [0] * 100 + [1] * 20 + [2]
+    names = classes if kind.dtype != "string" else [str(number) for number in classes]
+    order = np.random.default_rng(0).permutation(121)
+    rows = Dataset.from_dict({"label": names}, features=Features({"label": kind})).select(order)
+    for seed in range(20):
+        found = drawn(rows, "label", seed=seed)
+        held = [found["validation"]["label"][:].count(name) for name in (names[0], names[100], names[120])]
+        assert held[0] in (15, 16)
+        assert held[1] in (3, 4)
+        assert held[2] == 0
+        assert len(found["train"]) == 121 - sum(held)
+
+
+def test_nothing_is_drawn_where_it_is_not_needed_or_given() -> None:
+    rows = rows_of(4)
+    assert list(drawn(rows, train_val_split=0.0)) == ["train"]
+    assert drawn(rows, do_eval=False)["validation"][:] == drawn(rows)["validation"][:], "for a later evaluation"
+    one = Dataset.from_dict({"label": ["a"]})
+    assert list(drawn(one, "label", do_eval=False)) == ["train"]
+    for found in ({"train": rows, "validation": rows}, {"test": rows}):
+        before = dict(found)
+        hold_out_validation(found, wanted(do_eval=True, seed=1, train_val_split=0.5))
+        assert found == before
+
+
+@pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])
+def test_a_share_is_not_all(share: float) -> None:
+    with pytest.raises(UserError, match=r"^--train_val_split must be at least 0 and below 1, not "):
+        drawn(rows_of(4), train_val_split=share, do_eval=False)
+
+
+@pytest.mark.parametrize("labels", [[], ["a"], ["a", "b", "c"]])
+def test_a_class_of_one_row_is_trained_on(labels: list[str]) -> None:
+    rows = Dataset.from_dict({"label": labels}, features=Features({"label": Value("string")}))
+    said = f"of {len(labels)} training rows none can be held out: each class keeps one; give --validation_file$"
+    with pytest.raises(UserError, match=said):
+        drawn(rows, "label")
+    with pytest.raises(UserError, match=r"give --validation_file or --validation_dir$"):
+        drawn(rows, "label", validation_dir=None)
+
+
+def test_labels_that_are_none_are_refused_before_anything_is_drawn() -> None:
+    with pytest.raises(UserError, match=r"^--label_column_name: 'label' holds double"):
+        drawn(Dataset.from_dict({"label": [0.5, 1.5]}), "label")
+
+
 def test_the_splits_that_the_flags_ask_for() -> None:
     there = {"train": 1, "validation": 2, "test": 3}
     assert needed_splits(wanted(do_train=True, do_predict=True), there) == {"train": "train", "test": "predict"}
@@ -97,8 +172,10 @@ def test_the_splits_that_the_flags_ask_for() -> None:
         ({"do_eval": True}, "--do_eval needs a validation split: give --validation_file"),
         ({"do_predict": True}, "--do_predict needs a test split: give --test_file"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"{message}, or a data set that has one$"):
             needed_splits(wanted(**flags), {})
+    with pytest.raises(UserError, match=r": give --test_file or --test_dir, or a data set that has one$"):
+        needed_splits(wanted(do_predict=True, test_dir=None), {})
 
 
 # ------------------------------------------------------------------------------------------------------------ columns

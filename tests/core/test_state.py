@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from core import checkpoint, state
@@ -50,6 +51,20 @@ def test_equal_but_untied_weights_stay_apart(tmp_path: Path) -> None:
     state.load_model(model, tmp_path)
     assert torch.equal(model["a"].weight, model["b"].weight)
     assert model["a"].weight.data_ptr() != model["b"].weight.data_ptr()
+
+
+def test_a_published_model_has_the_names_that_the_hub_knows(tmp_path: Path) -> None:
+    """ViT's layers are called otherwise in memory; an older library would take other names for missing weights."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes))
+    state.save_model(model, tmp_path / "published", publish=True)
+    assert "encoder.layer.0.layernorm_after.weight" in load_file(tmp_path / "published" / "model.safetensors")
+    loaded = ViTModel.from_pretrained(tmp_path / "published").state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in model.state_dict().items())
+    state.save_model(model, tmp_path / "checkpoint")
+    assert load_file(tmp_path / "checkpoint" / "model.safetensors").keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("other", [nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3, bias=False)])

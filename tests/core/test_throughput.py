@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,17 @@ import torch
 from torch import nn
 
 from core.throughput import FlopCounter, FlopsByShape, Throughput, flop_counter, peak_flops
+
+
+class FakeEvent:
+    """A point in the queue of a device that has ``queued`` seconds of work before it."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device, self.at = device, device.now + device.queued
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert max(self.at, end.at) <= self.device.now + 1e-9, "read before it is over"
+        return 1000 * (end.at - self.at)
 
 
 class FakeDevice:
@@ -26,6 +38,16 @@ class FakeDevice:
         self.syncs += 1
         self.now += self.queued
         self.queued = 0.0
+
+    def event(self) -> FakeEvent | None:
+        return FakeEvent(self) if self.queues_work else None
+
+    def work(self, seconds: float) -> None:
+        """Give the device work; one without a queue does it at once."""
+        if self.queues_work:
+            self.queued += seconds
+        else:
+            self.now += seconds
 
     def host(self, seconds: float) -> None:
         """Spend host time; the device works on its queue meanwhile."""
@@ -111,6 +133,105 @@ def test_nested_blocks_take_the_time_once_and_metrics_can_be_read_inside():
         device.host(3.0)
     assert throughput.metrics()["train_excluded_seconds"] == {"log": 6.0}
     assert throughput.metrics()["train_samples_per_second"] == 4.0
+
+
+# ---------------------------------------------------------------------------------------------------- waiting for data
+
+
+def loading(device: FakeDevice, seconds: float, count: int) -> Iterator[int]:
+    for number in range(count):
+        device.host(seconds)
+        yield number
+
+
+@pytest.mark.parametrize(
+    ("queues_work", "loader", "waited"),
+    [
+        (False, 0.030, 0.030),
+        (False, 0.005, 0.005),
+        (True, 0.030, 0.020),  # 10 ms of work were still queued when the loader was asked
+        (True, 0.010, 0.0),
+        (True, 0.004, 0.0),  # the queue grows
+    ],
+)
+def test_waiting_for_data_is_the_time_in_which_the_device_stands_idle_for_it(queues_work, loader, waited):
+    """Steps of 10 ms of device time; the first one finds an idle device. Nothing synchronises for it."""
+    device = FakeDevice(queues_work=queues_work)
+    throughput = meter(device)
+    for _ in throughput.received(loading(device, loader, 50)):
+        device.work(0.010)
+        throughput.step(rows=1)
+    assert device.syncs == 1
+    metrics = throughput.metrics()
+    assert metrics["train_data_wait_seconds"] == pytest.approx(loader + 49 * waited)
+    assert throughput.data_wait() == metrics["train_data_wait_seconds"]
+    assert throughput.data_wait() is None
+
+
+def test_nothing_is_waited_for_in_what_is_left_out():
+    """Two steps of warm-up, a cold step, and an evaluation that has a loader and a meter of its own."""
+    device = FakeDevice()
+    throughput = meter(device, warmup_steps=2)
+    records, cold = [], 5
+    for number in throughput.received(loading(device, 0.030, 12)):
+        if number == cold:
+            throughput.edge()  # the wait before it belongs to the steps before
+        device.work(0.010)
+        throughput.step(rows=1, cold=number == cold)
+        if number == 8:
+            with throughput.excluded("eval"):
+                own = meter(device)
+                for _ in own.received(loading(device, 0.5, 3)):
+                    device.work(0.1)
+                    own.step(rows=1)
+                evaluated = own.metrics("eval")
+        if number in (1, 4, 11):
+            with throughput.excluded("log"):
+                device.host(0.2)
+                records.append(throughput.data_wait())
+    metrics = throughput.metrics()
+    assert evaluated["eval_data_wait_seconds"] == pytest.approx(0.5 + 2 * 0.4)
+    # After a synchronised block the device is idle at once: its loader's whole 30 ms count.
+    assert records == [None, pytest.approx(0.030 + 2 * 0.020), pytest.approx(0.030 + 2 * 0.030 + 4 * 0.020)]
+    assert metrics["train_data_wait_seconds"] == pytest.approx(records[1] + records[2])
+
+
+def test_a_wait_before_an_unannounced_cold_step_is_compilation():
+    device = FakeDevice(queues_work=False)
+    throughput = meter(device)
+    for number in throughput.received(loading(device, 1.0, 4)):
+        throughput.step(rows=1, cold=number == 2)
+    assert throughput.metrics()["train_data_wait_seconds"] == 3.0
+    assert throughput.metrics()["train_excluded_seconds"] == {"compile": 1.0}
+
+
+def test_no_event_of_the_warm_up_is_read_before_it_is_over():
+    device = FakeDevice()
+    throughput = meter(device, warmup_steps=3)
+    for number in throughput.received(loading(device, 0.001, 6)):
+        device.work(1.0)
+        throughput.step(rows=1, cold=number == 2)
+    assert throughput.metrics()["train_data_wait_seconds"] == pytest.approx(0.001)  # the warm-up left an idle device
+
+
+def test_no_step_no_waiting():
+    device = FakeDevice()
+    throughput = meter(device, warmup_steps=3)
+    for _ in throughput.received(loading(device, 1.0, 3)):
+        throughput.step(rows=1)
+    assert throughput.data_wait() is None
+    assert throughput.metrics()["train_data_wait_seconds"] is None
+
+
+def test_a_run_without_records_holds_few_events():
+    device, held = FakeDevice(), 0
+    throughput = meter(device)
+    for _ in throughput.received(loading(device, 0.03, 2500)):
+        device.work(0.01)
+        throughput.step(rows=1)
+        held = max(held, len(throughput._waits))
+    assert (held, device.syncs) == (999, 3)
+    assert throughput.metrics()["train_data_wait_seconds"] == pytest.approx(2500 * 0.02, rel=1e-3)
 
 
 def test_an_error_within_a_block_does_not_swallow_the_time():

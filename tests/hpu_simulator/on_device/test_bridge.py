@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import habana_frameworks.torch as bridge
 import pytest
@@ -146,6 +147,9 @@ class TestDevices:
         end.synchronize()
         assert end.query()
         assert 0 <= start.elapsed_time(end) < 1000
+        time.sleep(0.02)
+        end.record()
+        assert 20 <= start.elapsed_time(end) < 1000
         assert isinstance(start, torch.Event)
 
     def test_dynamic_shapes(self):
