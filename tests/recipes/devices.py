@@ -115,7 +115,7 @@ class Ran:
 
     def figures(self) -> dict[str, float]:
         """Losses and scores: what depends neither on speed nor on the machine."""
-        scores = re.compile("(train|eval|predict)_(loss|rouge.*|gen_len|steps|perplexity|accuracy)")
+        scores = re.compile("(train|eval|predict)_(loss|rouge.*|gen_len|steps|perplexity|.*accuracy|.*_images)")
         return {name: value for name, value in self.metrics.items() if scores.fullmatch(name)}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -192,14 +192,16 @@ class Plan:
     def __init__(self, recipe: str, folder: Path) -> None:
         self.recipe, self.folder, self.runs = recipe, folder, []
 
-    def add(self, name: str, flags: Sequence[str], watch: bool = False) -> None:
-        self.runs.append({"flags": [*flags, "--output_dir", str(self.folder / name)], "watch": watch})
+    def add(self, name: str, flags: Sequence[str], watch: bool = False, fails: bool = False) -> None:
+        how = {"watch": watch, "fails": fails}
+        self.runs.append({"flags": [*flags, "--output_dir", str(self.folder / name)], **how})
 
     def run(self, size: int, **options: str) -> dict[str, Ran]:
         with made_once(self.folder) as made:
             if not made:
                 self.start(size, **options)
-        return {Path(run["flags"][-1]).name: Ran(Path(run["flags"][-1])) for run in self.runs}
+        folders = [Path(run["flags"][-1]) for run in self.runs if not run["fails"]]
+        return {folder.name: Ran(folder) for folder in folders}
 
     def start(self, size: int, **options: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a worker whose attempt failed

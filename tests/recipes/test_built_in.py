@@ -41,6 +41,21 @@ def test_masked_language_modeling_is_far_below_the_unigram_model(tmp_path: Path)
     assert "eval_unigram_perplexity" in said
 
 
+def test_image_classification_knows_97_of_100_digits_that_it_never_saw(tmp_path: Path) -> None:
+    results, said = run(tmp_path / "run", "image_classification", "--gaudi_config", "gaudi_configs/vit.json")
+    for phase in ("eval", "predict"):
+        assert results[f"{phase}_accuracy"] >= 0.97
+        assert results[f"{phase}_unreadable_images"] == 0
+    assert "predict_accuracy" in said
+    rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
+    assert len(rows) == 361
+    assert rows[0] == "path,class,probability"
+    card = (tmp_path / "run" / "README.md").read_text()
+    for page in ("confusion_matrix", "mistakes"):
+        assert (tmp_path / "run" / f"predict_{page}.png").stat().st_size > 1000
+        assert f"(predict_{page}.png)" in card
+
+
 def test_summarization_beats_what_needs_no_model(tmp_path: Path) -> None:
     results, _ = run(tmp_path / "run", "summarization", "--gaudi_config", "gaudi_configs/t5.json")
     for phase in ("eval", "predict"):
