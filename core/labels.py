@@ -195,6 +195,7 @@ def choose_classes(
     if named and (not training or set(_different(own)) == set(data_names)):
         return _different(own), True
     if not named and own and len(own) == len(data_names):
+        say(f"the model's classes have no names; they are taken to be, in this order: {', '.join(data_names[:10])}")
         return list(data_names), True
     if not training:
         have = f"{len(own)} classes without names" if own else "none"

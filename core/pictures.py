@@ -78,14 +78,14 @@ def _two_columns(rows: Dataset, args: Namespace, split: str) -> Dataset:
 
     image = image_column(rows, args.image_column_name)
     columns = {image: "image"}
-    if image == args.label_column_name:
-        raise UserError(f"--label_column_name {image} is the column of the images; name that of the classes")
     try:
         columns[label_column(rows, args.label_column_name)] = "label"
     except UserError as error:
         if split != "test":
             raise
         say(f"the images of the test split are taken to have no classes ({error})")
+    if columns[image] == "label":
+        raise UserError(f"{image!r} is named as the column of the images and of the classes; give two columns")
     if isinstance(rows.features[image], Image):
         rows = rows.cast_column(image, Image(decode=False))
     rows = rows.select_columns(list(columns))

@@ -169,7 +169,10 @@ class Processing:
 
     def _try(self, model: Any) -> None:
         """Show a model one blank image: not every kind takes any size, and none says so before."""
-        training = model.training
+        training, chosen = model.training, getattr(model.config, "_attn_implementation", None)
+        ours = chosen not in (None, "eager", "sdpa")  # a device's kernel, and the model is still on the host
+        if ours:
+            model.set_attn_implementation("sdpa")
         try:
             with torch.no_grad():
                 model.eval()(pixel_values=self.scale(torch.from_numpy(self.blank)[None]), **self.options)
@@ -177,6 +180,8 @@ class Processing:
             raise UserError(f"the model cannot take images of {_by(self.size)} pixels: {error}") from None
         finally:
             model.train(training)
+            if ours:
+                model.set_attn_implementation(chosen)
 
 
 def _resize(processor: Any, side: int) -> None:

@@ -81,6 +81,7 @@ def hold_out_validation(found: dict[str, Any], args: Namespace, column: str | No
     if not is_held.any():
         kept = f"of {count} training rows none can be held out: each class keeps one"
         raise UserError(f"{kept}; give {_sources('validation', args)}")
+    say(f"--train_val_split {args.train_val_split}: {is_held.sum():,} of {count:,} training rows are held out")
     found["train"], found["validation"] = rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 
 

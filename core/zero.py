@@ -242,3 +242,22 @@ def announce(args: Namespace, config: dict[str, Any]) -> Any:
 
     with refusals(args):
         return HfDeepSpeedConfig(config)
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """In this block models are built and loaded whole on each rank, also under ZeRO-3, which shards them later.
+
+    For models that are small enough: of sharded ones transformers can neither leave a part of a checkpoint out nor
+    draw every kind of weight anew.
+    """
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    announced = reference and reference()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if announced is not None:
+            deepspeed.set_hf_deepspeed_config(announced)

@@ -160,6 +160,7 @@ def configure(args: Namespace, names: list[str] | None) -> Any:
     classes, kept = choose_classes(trained, names, args.do_train)
     if trained and args.do_train and not kept:
         say(f"the model has other classes than the data ({len(classes)}): what its head has learned is not about these")
+    config.problem_type = "single_label_classification"
     config.id2label, config.label2id = dict(enumerate(classes)), {label: at for at, label in enumerate(classes)}
     return config
 
@@ -171,10 +172,11 @@ def build_model(args: Namespace, run: Run, config: Any) -> tuple[Any, Processing
     from core import attention
     from core.labels import load_classifier, require_same_classes
     from core.processing import Processing
+    from core.zero import whole_models
 
     require_same_classes(run.resume_from, config)
     name, options, kind = args.model_name_or_path, hub.model_options(args), AutoModelForImageClassification
-    with hub.loading(f"the model {name or config.model_type}", name, args.image_processor_name):
+    with hub.loading(f"the model {name or config.model_type}", name, args.image_processor_name), whole_models():
         if source := args.image_processor_name or name:
             processor = AutoImageProcessor.from_pretrained(source, backend="pil", **options)
         else:

@@ -523,7 +523,7 @@ def test_a_split_without_one_readable_image_ends_the_run() -> None:
 def test_one_column_is_not_both(tmp_path: Path, arguments: Any) -> None:
     (tmp_path / "rows.csv").write_text("image,label\na.png,x\n")
     args = arguments(train_file=str(tmp_path / "rows.csv"), label_column_name="image")
-    with pytest.raises(UserError, match="--label_column_name image is the column of the images"):
+    with pytest.raises(UserError, match="'image' is named as the column of the images and of the classes"):
         load_pictures(args)
 
 

@@ -381,3 +381,15 @@ def test_a_size_that_a_model_cannot_take_is_one_line() -> None:
         processing.fit(model)
     Processing(transformers.ViTImageProcessorPil(size=16), 3).fit(model)
     assert model.training
+
+
+def test_a_size_is_tried_on_the_host_where_a_devices_attention_does_not_run() -> None:
+    def only_on_a_device(*_: Any, **__: Any) -> None:
+        pytest.fail("this kernel was called on the host")
+
+    transformers.AttentionInterface.register("only_on_a_device", only_on_a_device)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **sizes))
+    model.set_attn_implementation("only_on_a_device")
+    Processing(transformers.ViTImageProcessorPil(size=32), 3).fit(model)
+    assert model.config._attn_implementation == "only_on_a_device"

@@ -1153,6 +1153,7 @@ def test_without_a_model_and_data_it_learns_digits(
     assert metrics["eval_loss"] < 2.3
     config = json.loads((recipe.output / "config.json").read_text())
     assert list(config["id2label"].values()) == [str(digit) for digit in range(10)]
+    assert config["problem_type"] == "single_label_classification", "else a pipeline may take it for another kind"
     assert re.fullmatch(r"test-\d{4}\.png", recipe.table()[0]["path"])
     assert "eval_accuracy" in capsys.readouterr().out
 
