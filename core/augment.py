@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from core.errors import UserError
 from core.images import decode, upright_size
 
 TRIES = 10
@@ -105,9 +104,6 @@ class RandomView:
         flip: probability of the mirror image.
         operations: RandAugment's N; 0 is off.
         magnitude: RandAugment's M, 0 to 10.
-
-    Raises:
-        UserError: from the constructor, for an option out of its range.
     """
 
     size: tuple[int, int]
@@ -118,20 +114,6 @@ class RandomView:
     flip: float = 0.5
     operations: int = 0
     magnitude: float = 9.0
-
-    def __post_init__(self) -> None:
-        checks = {
-            f"scale {self.scale}: give two shares of the area, 0 < low <= high <= 1": (
-                0 < self.scale[0] <= self.scale[1] <= 1
-            ),
-            f"ratio {self.ratio}: give two aspects, 0 < low <= high": 0 < self.ratio[0] <= self.ratio[1] < math.inf,
-            f"flip {self.flip}: give a probability, 0 to 1": 0 <= self.flip <= 1,
-            f"operations {self.operations}: give 0 (off) or more": self.operations >= 0,
-            f"magnitude {self.magnitude}: give 0 to 10": 0 <= self.magnitude <= 10,
-        }
-        for message, fine in checks.items():
-            if not fine:
-                raise UserError(f"random view: {message}")
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> np.ndarray:
         """Return the view of an opened image as uint8 (channels, height, width).

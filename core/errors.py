@@ -135,6 +135,9 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
 
 
 def _tell(message: str) -> None:
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(getattr(getattr(tqdm, "tqdm", None), "_instances", ())):
+        bar.close()  # else the line would be written behind it
     if not is_main_process():
         time.sleep(10)  # what all ranks have to say is said by rank 0, at whose end a launcher ends the others
     print(message, file=sys.stderr, flush=True)

@@ -125,7 +125,8 @@ class Pictures:
         # Rows that are held out of the training rows have no file of their own.
         file = getattr(args, f"{split}_file") or args.train_file
         self.split, self.folder = split, os.path.dirname(file) if file else args.dataset_name or ""
-        self.unreadable = UnreadableImages(args.on_bad_image, self._reason, split, len(rows))
+        self.on_bad_image = args.on_bad_image
+        self.unreadable = UnreadableImages(self._reason, split, len(rows))
         self._look_for_some()
         known = self.labels[self.labels >= 0]
         say(f"{split}: {len(rows):,} images" + (f" of {len(np.unique(known))} classes" if len(known) else ""))
@@ -211,10 +212,9 @@ class Pictures:
 
 
 class UnreadableImages:
-    """Which images of a split turned out unreadable, and what follows from it.
+    """Which images of a split turned out unreadable.
 
     Args:
-        policy: ``skip``: the run goes on without them; ``fail``: it ends at the first.
         reason: says of a row which image it is, and why it cannot be read.
         split: e.g. ``train``, for messages.
         count: how many rows there are.
@@ -223,23 +223,20 @@ class UnreadableImages:
         rows: the numbers of the unreadable rows, each once.
     """
 
-    def __init__(self, policy: str, reason: Callable[[int], str], split: str, count: int) -> None:
-        self.policy, self.reason, self.split, self.count = policy, reason, split, count
+    def __init__(self, reason: Callable[[int], str], split: str, count: int) -> None:
+        self.reason, self.split, self.count = reason, split, count
         self.rows: set[int] = set()
 
     def found(self, row_numbers: Sequence[int]) -> None:
         """Take up rows that could not be read. All ranks call this with the same numbers.
 
         Raises:
-            UserError: there is one, and the policy is ``fail``; or none is left.
+            UserError: none is left that can be.
         """
         for row in sorted(set(row_numbers) - self.rows):
             self.rows.add(row)
-            named = f"{self.split}: {self.reason(row)}" if len(self.rows) <= NAMED else ""
-            if self.policy == "fail":
-                raise UserError(f"{named}; mend or remove it, or let unreadable images be skipped")
-            if named:
-                warn_once(f"{named}; it is left out")
+            if len(self.rows) <= NAMED:
+                warn_once(f"{self.split}: {self.reason(row)}; it is left out")
             elif len(self.rows) == NAMED + 1:
                 warn_once(f"{self.split}: more images cannot be read and are left out; no more are named")
         if len(self.rows) == self.count:
@@ -284,7 +281,7 @@ class Prepare:
         try:
             return self.show(self.pictures.open(number), rng)
         except UnreadableImage as error:
-            if self.pictures.unreadable.policy == "skip":
+            if self.pictures.on_bad_image == "skip":
                 return None
             raise UserError(f"{error}; mend or remove it, or give --on_bad_image skip") from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from core import errors
 from core.errors import UserError
@@ -168,3 +169,14 @@ def test_a_program_ends_with_one_line_and_code_2(capsys):
     assert (stop.value.code, capsys.readouterr().err) == (2, "error: --seed: no\n")
     with pytest.raises(ZeroDivisionError):
         errors.exit_with_one_line(lambda: 1 / 0)
+
+
+def test_the_line_stands_below_a_progress_bar(capsys):
+    def main():
+        bar = tqdm(total=2, leave=True)
+        bar.update(1)
+        raise UserError("the disk is full")
+
+    with pytest.raises(SystemExit):
+        errors.exit_with_one_line(main)
+    assert capsys.readouterr().err.splitlines()[-1] == "error: the disk is full"

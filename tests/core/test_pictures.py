@@ -315,10 +315,6 @@ def test_rows_that_can_be_right_or_wrong(arguments: Any, caplog: Any) -> None:
     pictures.unreadable.found([3, 1])
     assert pictures.known().tolist() == [True, False, True, False, True]
     assert "train: 3.png could not be read; it is left out" in caplog.text, "it can be now"
-    nameless = in_memory(3, row1={"bytes": b"", "path": None})
-    pictures = Pictures(nameless, PETS, "train", arguments(on_bad_image="fail"))
-    with pytest.raises(UserError, match="train image 2 of 3 cannot be read"):
-        pictures.unreadable.found([1])
     with pytest.raises(UserError, match="1 of 3 rows lack a label"):
         Pictures(Dataset.from_dict({"image": ["a"] * 3, "label": ["cat", None, "dog"]}), PETS, "test", arguments())
 
@@ -493,7 +489,7 @@ def test_other_columns_are_no_images(tmp_path: Path, arguments: Any) -> None:
 
 
 def test_what_is_left_out_is_named_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    unreadable = UnreadableImages("skip", lambda row: f"{row}.jpg is truncated", "train", 300)
+    unreadable = UnreadableImages(lambda row: f"{row}.jpg is truncated", "train", 300)
     unreadable.found([3, 3, 5])
     unreadable.found([5])
     assert unreadable.rows == {3, 5}
@@ -506,15 +502,8 @@ def test_what_is_left_out_is_named_once_and_counted(caplog: pytest.LogCaptureFix
     assert "no more are named" in caplog.records[-1].getMessage()
 
 
-def test_with_the_policy_to_fail_the_first_ends_the_run() -> None:
-    unreadable = UnreadableImages("fail", lambda row: f"{row}.jpg is empty", "validation", 9)
-    unreadable.found([])
-    with pytest.raises(UserError, match=r"validation: 7\.jpg is empty; mend or remove it"):
-        unreadable.found([7, 8])
-
-
 def test_a_split_without_one_readable_image_ends_the_run() -> None:
-    unreadable = UnreadableImages("skip", str, "train", 3)
+    unreadable = UnreadableImages(str, "train", 3)
     unreadable.found([0, 2])
     with pytest.raises(UserError, match="of 3 train images none can be read"):
         unreadable.found([1])
