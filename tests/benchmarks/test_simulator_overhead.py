@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_it_measures_both_and_reports_the_median(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

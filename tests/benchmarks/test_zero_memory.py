@@ -20,6 +20,7 @@ def test_the_table_of_the_middle_sized_model_is_what_is_counted() -> None:
     assert zero_memory.stored("states") == zero_memory.states_table()
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_rows_of_the_large_models_are_what_is_counted() -> None:
     """Those of stage 3; the others come from the same command."""
