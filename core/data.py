@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from core import distributed
 from core.buckets import assign, make_buckets, plan_epoch, share
 from core.errors import UserError, say
+from core.losses import IGNORED as IGNORE_INDEX
 from core.workers import read_ahead
 
-IGNORE_INDEX = -100  # torch's cross-entropy leaves these targets out
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any], tuple[int, ...]], Batch]
 Augment = Callable[[Any, np.random.Generator], Any]

@@ -162,8 +162,8 @@ def choose_classes(
 ) -> tuple[list[str], bool]:
     """Decide which class each output of the model stands for, and whether a checkpoint's classifier can be kept.
 
-    The checkpoint's own names decide wherever it has some; trained on other classes, it gets a new classifier. Some
-    checkpoints give two classes one name (ImageNet has a crane that is a bird and one that lifts). Where the data have
+    The checkpoint's own names decide wherever it has some, but not when it is trained on other classes. Some
+    checkpoints give two classes one name (a crane may be a bird, or a machine that lifts). Where the data have
     as many classes, and the same at each place but for such names, they are matched by place, and the data's names are
     taken; else all but the first are numbered: "crane", "crane (2)".
 

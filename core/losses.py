@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 CHUNK = 2**21  # logits at a time, 8 MiB in fp32: a CPU's cache likes fewer, an accelerator more
-IGNORED = -100  # torch's own choice, and that of `core.data`
+IGNORED = -100  # labels that bear no loss: torch's own choice
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -16,7 +16,7 @@ from core.augment import mix
 from core.data import IGNORE_INDEX, Batch
 from core.errors import UserError, say, warn_once
 from core.hub import load_splits
-from core.images import UnreadableImage, class_folders, decode, image_files, open_image
+from core.images import NAMED, UnreadableImage, class_folders, decode, image_files, open_image
 from core.labels import image_column, label_column, label_names, label_numbers, read_labels
 from core.splits import PHASES
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Show = Callable[["Image", np.random.Generator], np.ndarray]
-NAMED = 20  # unreadable images that are named, each in a line
 
 
 def load_pictures(args: Namespace) -> dict[str, Dataset]:
