@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_it_measures_all_variants_and_reports_their_medians(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -123,6 +123,7 @@ def test_the_processes_of_a_machine_take_turns(on_three):
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(turns))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.compiles
 @pytest.mark.parametrize("mode", [None, "lazy", "eager"])

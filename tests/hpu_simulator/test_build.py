@@ -38,6 +38,7 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_build_blocks_nobody_and_two_at_once_build_once(tmp_path: Path) -> None:
     killed = start(tmp_path)
     try:

@@ -360,6 +360,7 @@ def test_a_card_without_memory_ends_the_others(training: list[str], tmp_path: Pa
 # --- Preparing the data, and what is said -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slow_tokenizer_runs_once_and_no_rank_gives_up(training: list[str], files: list[str], tmp_path: Path) -> None:
     """A cold cache, two splits, and twelve seconds of work where a collective gives up after five."""
     evaluated = files[files.index("--validation_file") :][:2]
