@@ -21,6 +21,7 @@ from torch import nn
 from core.errors import UserError, did_you_mean, read_json_object, warn_once
 
 NAME = "default"  # peft's own; part of the parameters' names in the model, not in the file
+PREFIX = "base_model.model."  # of the names in peft's file
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -55,7 +56,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, dropout: float, targets:
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=_targets(model, targets),
-        base_model_name_or_path=getattr(model, "name_or_path", None) or None,
+        base_model_name_or_path=_name_of(model),
     )
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # found out for each layer
@@ -63,6 +64,13 @@ def add_lora(model: nn.Module, rank: int, alpha: float, dropout: float, targets:
         inject_adapter_in_model(config, model, NAME)
     for parameter in in_file(model).values():
         parameter.data = parameter.data.float()  # peft gives it the frozen weight's dtype
+
+
+def _name_of(model: nn.Module) -> str | None:
+    """Where a model of transformers or diffusers was loaded from."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None)
+    return str(name) if name else None  # diffusers keeps a Path as it is
 
 
 def _targets(model: nn.Module, asked: list[str] | None) -> list[str]:
@@ -113,38 +121,58 @@ def has_adapters(model: nn.Module) -> bool:
 
 def names(model: nn.Module) -> list[str]:
     """The adapters' parameters, all that is trained, by their names in the model."""
-    return [name for name, _ in model.named_parameters() if _file_name(name) != name]
+    return [name for name, _ in model.named_parameters() if file_name(name) != name]
 
 
 def in_file(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' parameters by their names in peft's file."""
     named = dict(model.named_parameters())
-    return {_file_name(name): named[name] for name in names(model)}
+    return {file_name(name): named[name] for name in names(model)}
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """A parameter's name in peft's file; the name itself for what is not of an adapter."""
     for part in ("lora_A", "lora_B"):
         layer, found, end = name.rpartition(f".{part}.{NAME}.")
         if found:
-            return f"base_model.model.{layer}.{part}.{end}"
+            return f"{PREFIX}{layer}.{part}.{end}"
     return name
 
 
 def save(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter alone, as ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
+    """Write the adapter alone, as ``peft.PeftModel.from_pretrained(base, folder)`` loads it, and `for_pipelines`.
 
     Args:
         weights: the adapters' parameters by their names in the model, where it holds shares of them only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     given = dict(model.named_parameters()) if weights is None else weights
-    tensors = {_file_name(name): given[name].detach().cpu().contiguous() for name in names(model)}
+    tensors = {file_name(name): given[name].detach().cpu().contiguous() for name in names(model)}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True  # as peft writes it: to be loaded, not trained
     config.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(folder)
+    for_pipelines(tensors, folder)
+
+
+def for_pipelines(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write an adapter of diffusers' UNet a second time, as ``pipeline.load_lora_weights(folder)`` loads it.
+
+    Args:
+        tensors: those of peft's file.
+        folder: holds the adapter's configuration already; of another model's adapter nothing is written.
+    """
+    config = read_json_object(folder / CONFIG, "adapter")
+    of = config.get("auto_mapping") or {}
+    if not (
+        of.get("parent_library", "").startswith("diffusers.") and of.get("base_model_class", "").startswith("UNet")
+    ):
+        return
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+    layers = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    StableDiffusionLoraLoaderMixin.save_lora_weights(folder, layers, unet_lora_adapter_metadata=config)
 
 
 def check(model: nn.Module, folder: Path) -> None:
@@ -170,7 +198,8 @@ def check(model: nn.Module, folder: Path) -> None:
             )
     base = there.get("base_model_name_or_path")
     if base != here.base_model_name_or_path:
-        warn_once(f"{folder} was trained on the model {base}; this one is {here.base_model_name_or_path}")
+        was, now = (name or "one built for it" for name in (base, here.base_model_name_or_path))
+        warn_once(f"{folder} was trained on the model {was}; this one is {now}")
 
 
 def merged(model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from core.run_files import RUN_FILE_KEYS, read_run_file, run_file_flags
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
-    """A dataclass field that is a flag; a list default is copied, further options go to ``argparse``."""
+    """A dataclass field that is a flag; ``least``, ``below`` and ``needs`` are `check`'s, other options argparse's."""
     how = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**how, metadata={"help": help, **options})
 
@@ -37,24 +37,24 @@ class RunArguments:
     do_predict: bool = flag(False, "evaluate on the test split, and write the predictions")
     output_dir: str | None = flag(None, "folder for checkpoints, logs and results (default: runs/<recipe>/<time>)")
     overwrite_output_dir: bool = flag(False, "replace another run's results in the output folder")
-    seed: int = flag(42, "seed of weights, order and dropout")
-    data_seed: int | None = flag(None, "seed of the order alone (default: --seed)")
-    max_train_samples: int | None = flag(None, "use N training rows only: the first, or of images drawn ones")
-    max_eval_samples: int | None = flag(None, "the same for validation rows")
-    max_predict_samples: int | None = flag(None, "the same for test rows")
+    seed: int = flag(42, "seed of weights, order and dropout", below=2**32)
+    data_seed: int | None = flag(None, "seed of the order alone (default: --seed)", below=2**32)
+    max_train_samples: int | None = flag(None, "use N training rows only: the first, or of images drawn ones", least=1)
+    max_eval_samples: int | None = flag(None, "the same for validation rows", least=1)
+    max_predict_samples: int | None = flag(None, "the same for test rows", least=1)
     eval_strategy: Literal["no", "steps", "epoch"] = flag("no", "when to evaluate", aliases=["--evaluation_strategy"])
-    eval_steps: int | None = flag(None, "optimiser steps between evaluations (default: --logging_steps)")
+    eval_steps: int | None = flag(None, "optimiser steps between evaluations (default: --logging_steps)", least=1)
     eval_delay: float = flag(0.0, "no evaluation before so many steps, or epochs with --eval_strategy epoch")
     logging_strategy: Literal["no", "steps", "epoch"] = flag("steps", "when to log; the last step always is")
-    logging_steps: int = flag(500, "optimiser steps between log records, each with loss, memory and throughput")
+    logging_steps: int = flag(500, "optimiser steps between log records, each with loss, memory, throughput", least=1)
     logging_first_step: bool = flag(False, "log the first step too")
     logging_dir: str | None = flag(None, "folder of the trackers' files (default: <output_dir>/logs)")
     report_to: list[str] = flag(["all"], "trackers besides CSV: tensorboard, all, none, any of accelerate's")
     run_name: str | None = flag(None, "name of the run in the trackers")
     disable_tqdm: bool = flag(False, "no progress bar")
     save_strategy: Literal["no", "steps", "epoch"] = flag("steps", "when to save a checkpoint")
-    save_steps: int = flag(500, "optimiser steps between checkpoints")
-    save_total_limit: int | None = flag(None, "keep the newest N checkpoints (and the best one)")
+    save_steps: int = flag(500, "optimiser steps between checkpoints", least=1)
+    save_total_limit: int | None = flag(None, "keep the newest N checkpoints (and the best one)", least=1)
     load_best_model_at_end: bool = flag(False, "end with the checkpoint of the best --metric_for_best_model")
     metric_for_best_model: str | None = flag(None, "metric that decides the best checkpoint (default: eval loss)")
     greater_is_better: bool | None = switch("whether a larger metric is better (default: unless a loss or perplexity)")
@@ -65,26 +65,26 @@ class RunArguments:
 class TrainingArguments:
     _argument_group_name = "training: hyper-parameters"
     num_train_epochs: float = flag(3.0, "epochs to train, if --max_steps is not given")
-    max_steps: int = flag(-1, "optimiser steps to train; overrides --num_train_epochs")
-    per_device_train_batch_size: int = flag(8, "rows a device takes in one forward pass")
-    per_device_eval_batch_size: int = flag(8, "rows a device evaluates at once")
-    gradient_accumulation_steps: int = flag(1, "forward passes in one optimiser step")
+    max_steps: int = flag(-1, "optimiser steps to train; overrides --num_train_epochs", least=-1)
+    per_device_train_batch_size: int = flag(8, "rows a device takes in one forward pass", least=1)
+    per_device_eval_batch_size: int = flag(8, "rows a device evaluates at once", least=1)
+    gradient_accumulation_steps: int = flag(1, "forward passes in one optimiser step", least=1)
     learning_rate: float = flag(5e-5, "peak learning rate; never scaled with the number of devices")
     lr_scheduler_type: str = flag("linear", "schedule of the learning rate, any name that transformers has")
     warmup_steps: int = flag(0, "optimiser steps of warm-up")
-    warmup_ratio: float = flag(0.0, "warm-up as a share of all optimiser steps, if --warmup_steps is 0")
+    warmup_ratio: float = flag(0.0, "warm-up as a share of all optimiser steps, if --warmup_steps is 0", below=1)
     optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "lamb", "sgd"] = flag("adamw_torch", "optimiser")
     optim_args: str | None = flag(None, "further optimiser options, key=value[,key=value]")
     weight_decay: float = flag(0.0, "weight decay; biases and norms have none")
-    adam_beta1: float = flag(0.9, "first moment's decay (AdamW, LAMB)")
-    adam_beta2: float = flag(0.999, "second moment's decay (AdamW, LAMB)")
+    adam_beta1: float = flag(0.9, "first moment's decay (AdamW, LAMB)", below=1)
+    adam_beta2: float = flag(0.999, "second moment's decay (AdamW, LAMB)", below=1)
     adam_epsilon: float = flag(1e-6, "epsilon (AdamW, LAMB); 1e-6 as in Habana's FusedAdamW, torch's own is 1e-8")
     max_grad_norm: float = flag(1.0, "clip gradients to this L2 norm; 0 switches clipping off")
-    label_smoothing_factor: float = flag(0.0, "share of the target spread over all classes, in training")
+    label_smoothing_factor: float = flag(0.0, "share of the target spread over all classes, in training", below=1)
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
     use_cache: bool = flag(True, "keep keys and values while generating; off in training with checkpointing")
     pad_to_max_length: bool = flag(False, "pad every row to the maximum lengths: one shape")
-    length_buckets: int = flag(4, "without --pad_to_max_length: how many padded lengths there are")
+    length_buckets: int = flag(4, "without --pad_to_max_length: how many padded lengths there are", least=1)
     dataloader_num_workers: int = flag(0, "processes that prepare batches ahead; 0 prepares them in the main one")
     dataloader_drop_last: bool = flag(False, "drop the last, smaller batch instead of filling it with rows of weight 0")
     remove_unused_columns: bool = flag(True, "leave out columns that the model does not take")
@@ -97,14 +97,14 @@ class DeviceArguments:
     gaudi_config: str | None = flag(None, "JSON file, folder, t5 or Habana/t5", aliases=["--gaudi_config_name"])
     use_habana: bool | None = switch("train on a Gaudi; without one: a warning, and the next best device")
     use_cpu: bool = flag(False, "train on the CPU although there is an accelerator", aliases=["--no_cuda"])
-    cpu_threads: int | None = flag(None, "threads of one operator on the CPU (default: torch's choice)")
+    cpu_threads: int | None = flag(None, "threads of one operator on the CPU (default: torch's choice)", least=1)
     execution_mode: Literal["auto", "lazy", "eager", "compile"] = flag("auto", "auto: lazy on a Gaudi, else eager")
     use_lazy_mode: bool | None = switch("True: --execution_mode lazy; False: eager, or compile with --torch_compile")
     torch_compile: bool = flag(False, "--execution_mode compile")
     torch_compile_backend: str | None = flag(None, "compiler backend (default: hpu_backend on a Gaudi, else inductor)")
     torch_compile_mode: str | None = flag(None, "torch.compile's mode, e.g. reduce-overhead")
     compile_dynamic: bool | None = switch("compile for dynamic shapes")
-    cache_size_limit: int | None = flag(None, "how many versions of a function the compiler keeps")
+    cache_size_limit: int | None = flag(None, "how many versions of a function the compiler keeps", least=1)
     use_regional_compilation: bool = flag(False, "compile the repeated blocks one by one: a shorter first step")
     compile_from_sec_iteration: bool = flag(False, "the run's first step is eager, compilation starts with the second")
     inline_inbuilt_nn_modules: bool | None = switch("torch._dynamo's option of this name")
@@ -120,7 +120,7 @@ class DeviceArguments:
     use_hpu_graphs: bool = flag(False, "old name for both of the next two")
     use_hpu_graphs_for_training: bool = flag(False, "record the training graphs once and replay them")
     use_hpu_graphs_for_inference: bool = flag(False, "record the evaluation graphs once and replay them")
-    max_hpu_graphs: int | None = flag(None, "how many graphs are kept for evaluation")
+    max_hpu_graphs: int | None = flag(None, "how many graphs are kept for evaluation", least=1)
     disable_tensor_cache_hpu_graphs: bool = flag(False, "do not keep the graphs' inner tensors: less memory")
     attn_implementation: Literal["eager", "sdpa", "gaudi_fused_sdpa"] | None = flag(None, "default: the device's best")
     attn_softmax_bf16: bool = flag(False, "softmax of fused attention in bf16")
@@ -145,13 +145,13 @@ class DistributedArguments:
     use_zero3_leaf_promotion: bool = flag(False, "ZeRO-3 gathers each repeated block at once, not layer by layer")
     distribution_strategy: Literal["ddp", "fast_ddp"] = flag("ddp", "how gradients are averaged over devices")
     reduction_dtype: Literal["fp32", "bf16"] = flag("fp32", "in which fast_ddp sums gradients over devices")
-    ddp_bucket_cap_mb: int | None = flag(None, "MB of gradients that travel together (230 on a Gaudi, else 25)")
+    ddp_bucket_cap_mb: int | None = flag(None, "MB of gradients that travel at once (Gaudi: 230, else 25)", least=1)
     ddp_find_unused_parameters: bool = flag(False, "DDP looks for parameters without a gradient at each step")
-    ddp_timeout: int = flag(1800, "seconds until a collective gives up")
+    ddp_timeout: int = flag(1800, "seconds until a collective gives up", least=1)
     fsdp: str | None = flag(None, "ZeRO-3 instead, which shards the same state")
     fsdp_config: str | None = flag(None, "ZeRO-3's own settings instead")
     context_parallel_size: int = flag(1, "1 instead: sequences are not split over devices")
-    local_rank: int = flag(-1, "set by launchers; the environment decides")
+    local_rank: int = flag(-1, "set by launchers; the environment decides", least=-1)
 
 
 SHARED_GROUPS = (RunArguments, TrainingArguments, DeviceArguments, DistributedArguments)
@@ -168,38 +168,30 @@ NO_EFFECT = {
     "fsdp_config": "--fsdp becomes ZeRO-3 here, with ZeRO-3's settings",
 }
 REFUSED = {"fp16": "Gaudi trains in bf16; use --bf16"}
-# Published flags that ask for what is not here: what is used instead, said once.
+# Published flags that ask for what is not here: what is used instead, said once; they go back to their defaults.
+ZERO_3 = {"deepspeed": "zero3", "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 SUBSTITUTES = {
-    "fp8": ("bf16", {"fp8": False, "bf16": True}),
-    "fsdp": (
-        "ZeRO-3, which shards the same state (--deepspeed zero3), without compilation",
-        {
-            "fsdp": None, "deepspeed": "zero3",
-            "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
-        },
-    ),
-    "context_parallel_size": (
-        "whole sequences on every device: more memory, and a larger global batch",
-        {"context_parallel_size": 1},
-    ),
-}  # fmt: skip
-# Shared numbers are finite and not negative. Some are at least 1, some below 1, and -1 means "not given" for two.
-COUNTS = (
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps",
-    "save_steps", "eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples", "max_predict_samples",
-    "length_buckets", "max_hpu_graphs", "cpu_threads", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
-)  # fmt: skip
-SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
-BELOW = dict.fromkeys(SHARES, 1) | {"seed": 2**32, "data_seed": 2**32}
-UNSET_BELOW_ZERO = ("max_steps", "local_rank")
+    "fp8": ("bf16", {"bf16": True}),
+    "fsdp": ("ZeRO-3, which shards the same state (--deepspeed zero3), without compilation", ZERO_3),
+    "context_parallel_size": ("whole sequences on every device: more memory, and a larger global batch", {}),
+}
 
 
 class StrictParser(HfArgumentParser):
     """No prefix guessing; an error is a `UserError` of one line."""
 
-    def __init__(self, groups: tuple[type, ...], description: str) -> None:
+    def __init__(self, groups: tuple[type, ...], description: str, aliases: Any = None, defaults: Any = None) -> None:
         how = {"formatter_class": Help, "allow_abbrev": False, "prog": "run.py", "usage": "%(prog)s [flags]"}
         super().__init__(groups, description=description, **how)
+        self.set_defaults(**{n: list(v) if isinstance(v, list) else v for n, v in (defaults or {}).items()})
+        for alias, name in (aliases or {}).items():
+            action = self._option_string_actions[f"--{alias}"] = self._option_string_actions[f"--{name}"]
+            action.option_strings.append(f"--{alias}")
+
+    def add_argument_group(self, *args: Any, **options: Any) -> Any:
+        group = super().add_argument_group(*args, **options)
+        group.add_argument = lambda *names, add=group.add_argument, least=0, below=0, needs=0, **how: add(*names, **how)
+        return group
 
     def error(self, message: str) -> Any:
         raise UserError(re.sub(r"^argument (--\w+)(/\S+)?:", r"\1:", message))
@@ -234,33 +226,42 @@ def parse_arguments(
     *groups: type,
     description: str,
     built_in: tuple[Path | Callable[[argparse.Namespace], Path], tuple[str, ...]] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    implied: Mapping[str, tuple[str, ...]] | None = None,
 ) -> argparse.Namespace:
     """Parse flags and run file into one flat namespace, whose ``run_file`` is the file; check what needs no model.
 
     Args:
         argv: arguments without the program's name; None takes those of the process.
         groups: the recipe's own argument dataclasses, shown first in ``--help``.
-        description: the first paragraph of ``--help``.
-        built_in: a run file, or what chooses it by the flags, that applies when none of the named flags is given and
-            no ``--config`` is.
+        description: of ``--help``.
+        built_in: a run file, or what chooses it by the flags, for when neither ``--config`` nor these flags are given.
+        aliases: other names of flags, as other programs call them; each with the flag's own name.
+        defaults: the recipe's own defaults of shared flags.
+        implied: work (a ``do_`` flag) by what it needs: without any ``do_`` flag, that is done which has a flag here.
 
     Raises:
         UserError: an unknown, contradictory or impossible flag.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = StrictParser((*groups, *SHARED_GROUPS), description)
-    args = parser.parse_strictly(argv)
+    parser = StrictParser((*groups, *SHARED_GROUPS), description, aliases, defaults)
+    unsaid = dict.fromkeys(implied or {})  # None, until a flag says True or False
+    args = parser.parse_strictly(argv, argparse.Namespace(**unsaid))
     if args.config is None and built_in and not any(getattr(args, name, None) for name in built_in[1]):
         args.config = str(built_in[0](args) if callable(built_in[0]) else built_in[0])
-    run_file = {key: kind() for key, kind in RUN_FILE_KEYS.items()}
-    if (config := args.config) is not None:
+    config, run_file = args.config, {key: kind() for key, kind in RUN_FILE_KEYS.items()}
+    if config is not None:
         run_file = read_run_file(config)
         try:
-            defaults = parser.parse_strictly(run_file_flags(run_file["args"]))
+            args = parser.parse_strictly(run_file_flags(run_file["args"]), argparse.Namespace(**unsaid))
         except UserError as error:
             raise UserError(f"--config {config}: {error}") from None
-        args = parser.parse_strictly(argv, defaults)
+        args = parser.parse_strictly(argv, args)
     args.config, args.run_file = config, run_file
+    idle = not any(value for name, value in vars(args).items() if name.startswith("do_"))
+    for work in (name for name in unsaid if getattr(args, name) is None):
+        setattr(args, work, idle and any(getattr(args, name) for name in implied[work]))
     check(args, parser)
     return args
 
@@ -269,12 +270,13 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
     """Refuse values and combinations that cannot work, all at once; say which flags change nothing."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     problems = [f"--{name}: {reason}" for name, reason in REFUSED.items() if name in given]
-    for name, kind in ((f.name, group) for group in parser.dataclass_types for f in fields(group)):
-        value, most = getattr(args, name), BELOW.get(name, float("inf"))
-        least = int(name in COUNTS or (kind not in SHARED_GROUPS and type(value) is int))  # a recipe's are counts
-        is_number = isinstance(value, (int, float)) and name not in UNSET_BELOW_ZERO
-        if is_number and not least <= value < most:  # nan, which compares false, is a problem too
-            problems.append(f"--{name} must be at least {least} and below {most}, not {value}")
+    for kind, one in ((group, f) for group in parser.dataclass_types for f in fields(group)):
+        value, most = getattr(args, one.name), one.metadata.get("below", float("inf"))
+        least = one.metadata.get("least", int(kind not in SHARED_GROUPS and type(value) is int))  # a recipe's: counts
+        if isinstance(value, (int, float)) and not least <= value < most:  # nan, which compares false, is a problem too
+            problems.append(f"--{one.name} must be at least {least} and below {most}, not {value}")
+        if (needed := one.metadata.get("needs")) and one.name in given and not getattr(args, needed):
+            warn_once(f"--{one.name} has no effect without --{needed}")
     if not any(value for name, value in vars(args).items() if name.startswith("do_")):
         problems.append("nothing to do: give --do_train, or one of the other --do_ flags")
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs == 0):
@@ -293,6 +295,6 @@ def check(args: argparse.Namespace, parser: StrictParser) -> None:
     for name in sorted(given & SUBSTITUTES.keys()):
         instead, flags = SUBSTITUTES[name]
         warn_once(f"--{name} {getattr(args, name)}: not available here; used instead: {instead}")
-        vars(args).update(flags)
+        vars(args).update({name: parser.get_default(name)} | flags)
     for name in sorted(given & NO_EFFECT.keys()):
         warn_once(f"--{name} has no effect here: {NO_EFFECT[name]}")

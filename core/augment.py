@@ -134,6 +134,61 @@ class RandomView:
         return np.atleast_3d(np.asarray(view)).transpose(2, 0, 1).copy()
 
 
+@dataclass(frozen=True)
+class CropView:
+    """A square of an image whose shorter side has been made ``resolution`` pixels long, mirrored or not.
+
+    Three draws are taken, whatever the options: for top, left and mirror. So none of the options moves another's draw.
+
+    Attributes:
+        resolution: of the shorter side, in pixels; smaller images are enlarged. The aspect is kept, but for less than
+            a pixel of the longer side.
+        crop: side of the square, in pixels, at most ``resolution``.
+        center: take it from the middle instead of a drawn place.
+        flip: probability of the mirror image.
+        resample: PIL's filter for the resizing, e.g. 2 for bilinear.
+
+    Raises:
+        ValueError: ``crop`` is not from 1 to ``resolution``.
+    """
+
+    resolution: int
+    crop: int
+    center: bool = False
+    flip: float = 0.0
+    resample: int = BILINEAR
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.crop <= self.resolution:
+            raise ValueError(f"a square of {self.crop} pixels does not fit into images of {self.resolution}")
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> tuple[np.ndarray, tuple[int, int, int, int]]:
+        """Return the square of an opened image as uint8 (3, crop, crop), and (height, width, top, left).
+
+        These are what a model may be told of it (Podell et al., "SDXL", 2023, section 2.2): the image's size before the
+        resizing, upright, and where the square begins in the resized image; of a mirrored one in the mirror image, as
+        in the training scripts of diffusers. A JPEG is decoded smaller by 2, 4 or 8 where that leaves ``resolution``.
+
+        Raises:
+            UnreadableImage: see `core.images.decode`.
+        """
+        full = upright_size(image)
+        shorter = min(full)
+        width, height = (self.resolution * side // shorter for side in full)
+        of_top, of_left, of_mirror = rng.random(3).tolist()
+        spare, mirrored = (height - self.crop, width - self.crop), of_mirror < self.flip
+        drawn = (int(of * (free + 1)) for of, free in zip((of_top, of_left), spare, strict=True))
+        top, left = (round(free / 2) for free in spare) if self.center else drawn
+        decoded = decode(image, shrink=shorter / self.resolution)
+        start = width - self.crop - left if mirrored else left
+        box = (start, top, start + self.crop, top + self.crop)
+        # The box alone is resized: of an image of one row of pixels the whole would not fit into any memory.
+        scaled = tuple(at * now / was for at, now, was in zip(box, 2 * decoded.size, 2 * (width, height), strict=True))
+        view = decoded.resize((self.crop, self.crop), self.resample, box=scaled)
+        pixels = np.asarray(ImageOps.mirror(view) if mirrored else view).transpose(2, 0, 1).copy()
+        return pixels, (full[1], full[0], top, left)
+
+
 def mix(
     first: np.ndarray, second: np.ndarray, rng: np.random.Generator, mixup_alpha: float, cutmix_alpha: float
 ) -> tuple[np.ndarray, float]:

@@ -17,6 +17,7 @@ from core import distributed
 from core.buckets import assign, make_buckets, plan_epoch, share
 from core.errors import UserError, say
 from core.losses import IGNORED as IGNORE_INDEX
+from core.splits import PHASES
 from core.workers import read_ahead
 
 Batch = dict[str, torch.Tensor]
@@ -71,6 +72,15 @@ def require_rows(count: int, split: str, args: Namespace) -> None:
         raise UserError(f"the {split} split has no rows")
     if split == "train" and args.dataloader_drop_last and count < window:
         raise UserError(f"--dataloader_drop_last: {count} rows make no optimiser step of {window} rows; leave it out")
+
+
+def chosen_rows(rows: Any, split: str, args: Namespace) -> Any:
+    """Return a split's rows, ``--max_<phase>_samples`` at most, drawn: those of a kind lie together. Not too few."""
+    limit = getattr(args, f"max_{PHASES[split]}_samples")
+    if limit and limit < len(rows):
+        rows = rows.shuffle(seed=args.seed).select(range(limit))
+    require_rows(len(rows), split, args)
+    return rows
 
 
 def fill(batch: Batch, size: int, real: int | None = None) -> Batch:

@@ -40,9 +40,8 @@ class Engine:
     """
 
     def __init__(self, run: Run, model: nn.Module, loader: Loader) -> None:
-        self.run, self.device, self.loader = run, run.device, loader
-        self.args, self.autocast = run.args, run.autocast
-        args = run.args
+        self.run, self.device, self.loader, self.autocast = run, run.device, loader, run.autocast
+        self.args = args = run.args
         self.total_steps = args.max_steps if args.max_steps > 0 else self._steps_of_epochs()
         self.strategy = run.train(model, self.total_steps)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
@@ -59,7 +58,7 @@ class Engine:
         self.grad_norm, self.targets = self.loss_sum.clone(), 0
         if run.resume_from:
             self._load(run.resume_from)
-        self.first_step = self.step_count
+        self.first_step = self._looked_at = self.step_count
         distributed.together(self._make_room)
         say(banner(self.describe()))
         self.profiler = profiler(args, self.device, run.output_dir)
@@ -153,6 +152,7 @@ class Engine:
         self.device.step_boundary()
         self.step_count += 1
         self.targets += window.targets
+        self._row_ids = window.row_ids
         flops = self._flops and self._flops * distributed.world_size()  # all ranks do equal work
         self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=flops)
         if self.step_count - self.first_step <= FIRST_STEPS and distributed.world_size() > 1:
@@ -160,8 +160,12 @@ class Engine:
         self.tracker.advance(self.step_count)
 
     def due(self, what: str) -> bool:
-        """Whether ``log``, ``eval`` or ``save`` is to happen after this step."""
+        """Whether ``log``, ``eval``, ``save`` or ``images`` (of a ``--validation_prompt``) are due after this step."""
         args, last = self.args, self.step_count == self.total_steps
+        if what == "images":
+            steps, epochs = args.validation_steps, args.validation_epochs
+            ends = self.step_count % steps == 0 if steps else self._epoch_ended and (self.epoch + 1) % epochs == 0
+            return args.validation_prompt is not None and (ends or last)
         strategy, every = {
             "log": (args.logging_strategy, args.logging_steps),
             "eval": (args.eval_strategy, args.eval_steps or args.logging_steps),
@@ -206,21 +210,25 @@ class Engine:
         Raises:
             UserError: it is not finite, on any rank; all ranks raise it.
         """
-        loss = distributed.sum_over_ranks([float(self.loss_sum)])[0]
+        own, ids, step = float(self.loss_sum), self._row_ids, self.step_count
+        loss = distributed.sum_over_ranks([own])[0]
         if not math.isfinite(loss):
-            advice = "lower --learning_rate or set --max_grad_norm, and go on with --resume_from_checkpoint auto"
-            how = self.run.description()
-            raise UserError(
-                f"the loss became {loss} before step {self.step_count} ({how}); nothing was saved; {advice}"
-            )
+            mine = "" if math.isfinite(own) else ", ".join([*map(str, ids[:16]), *["..."] * (len(ids) > 16)])
+            rows = ", ".join(filter(None, distributed.gather_texts(mine)))
+            rows = f"its rows, from 0: {rows}" if step == self._looked_at + 1 else "--logging_steps 1 tells its rows"
+            first = step == self.first_step + 1  # no rate has changed anything yet
+            advice = "mend the model or the rows" if first else "lower --learning_rate or set --max_grad_norm"
+            advice += ", and go on with --resume_from_checkpoint auto" * bool(checkpoint.all_steps(self.run.output_dir))
+            at = f"before step {step} ({self.run.description()}; {rows})"
+            raise UserError(f"the loss became {loss} {at}; nothing was saved; {advice}")
+        self._looked_at = step
         return loss
 
     def evaluate(self, evaluation: Callable[[], dict[str, Any]]) -> None:
         """Evaluate during training, outside the measured time; log it, and remember the step if it is the best."""
         with self.throughput.excluded("eval"):
             metrics = evaluation()
-        name = self.args.metric_for_best_model or "eval_loss"
-        name = name if name.startswith("eval_") else f"eval_{name}"
+        name = "eval_" + (self.args.metric_for_best_model or "loss").removeprefix("eval_")
         if name not in metrics:
             raise UserError(f"--metric_for_best_model: no metric {name!r}; there are: {', '.join(sorted(metrics))}")
         greater = self.args.greater_is_better
@@ -231,14 +239,13 @@ class Engine:
 
     def finish_training(self) -> dict[str, Any]:
         """Close the loop: the best weights if asked for, and the run's training metrics."""
-        targets = self.total["targets"] + self.targets
         self.tracker.finish()
         if self.step_count == self.first_step:
             say(f"nothing is left to train: {self.run.resume_from} is at step {self.step_count} of {self.total_steps}")
             self.model.eval()
             return {}
         metrics = {
-            "train_loss": (self.total["loss"] + self.loss_so_far()) / max(targets, 1),
+            "train_loss": (self.total["loss"] + self.loss_so_far()) / max(self.total["targets"] + self.targets, 1),
             "epoch": self.epochs_done(),
             "train_steps": self.step_count,
             **self.throughput.metrics("train"),
@@ -255,8 +262,7 @@ class Engine:
 
     def save(self, *companions: Any) -> None:
         """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
-        folder = self.run.output_dir
-        loss = self.loss_so_far()
+        folder, loss = self.run.output_dir, self.loss_so_far()
         with self.throughput.excluded("save"), self.run.memory.phase("save"):
             checkpoint.save(folder, self.step_count, lambda main, folder: self._write(main, folder, loss, companions))
             best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
@@ -269,13 +275,10 @@ class Engine:
         windows = self.loader.windows_per_epoch
         progress |= {"epoch_ended": self._epoch_ended, "windows_per_epoch": None if math.isinf(windows) else windows}
         progress["since_record"] = {"loss": loss, "targets": self.targets}
-        own = float(self.loss_sum)
-        state.save_training(folder, self.strategy, self.schedule, self.device, progress, own, main)
+        state.save_training(folder, self.strategy, self.schedule, self.device, progress, float(self.loss_sum), main)
 
     def _load(self, folder: Path) -> None:
-        distributed.together(
-            lambda: state.TensorFiles(*folder.glob("*.safetensors"))
-        )  # on one machine it may be missing
+        distributed.together(lambda: state.TensorFiles(*folder.glob("*.safetensors")))  # one machine may lack it
         state.load_model(self.run.model, folder, self.strategy.put)
         saved, own = state.load_training(folder, self.strategy, self.schedule, self.device)
         then, now = saved["order"], self.loader.order()
@@ -293,6 +296,5 @@ class Engine:
         if self.args.ignore_data_skip:
             self.epoch, self.position = self.epoch + saved["epoch_ended"], 0
         at, loss = distributed.rank(), saved["since_record"]["loss"]
-        same = len(own) == distributed.world_size()
-        self.loss_sum.fill_(own[at] if same else loss if at == 0 else 0.0)
+        self.loss_sum.fill_(own[at] if len(own) == distributed.world_size() else loss if at == 0 else 0.0)
         self.targets = saved["since_record"]["targets"]

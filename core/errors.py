@@ -15,6 +15,7 @@ from typing import Any
 
 logger = logging.getLogger("gaudi_recipes")
 _warned: set[str] = set()
+_advice = {"interrupted": ""}  # what an interrupted user is told, by `if_interrupted`
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -48,6 +49,11 @@ def warn_once(message: str) -> None:
     if message not in _warned and is_main_process():
         _warned.add(message)
         logger.warning(message)
+
+
+def if_interrupted(advice: str) -> None:
+    """Let the line about an interruption (Ctrl-C) tell what is left of the run; an empty text tells nothing."""
+    _advice["interrupted"] = advice
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -98,6 +104,23 @@ def read_json_object(path: str | os.PathLike, what: str) -> dict[str, Any]:
     return content
 
 
+def make_folder(folder: Path, option: str) -> Path:
+    """Make a folder if it is not there, and try to write to it: what a run ends with must have its place.
+
+    Raises:
+        UserError: it cannot be written to; the line names ``option``.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = "is a file; give a folder" if folder.is_file() else f"cannot be written to: {error.strerror}"
+        raise UserError(f"{option}: {folder} {reason}") from None
+    return folder
+
+
 def find_shipped(name: str, folder: Path, what: str) -> Path:
     """Return the file that ``name`` means: a path, or one that this repository ships in ``folder``.
 
@@ -130,7 +153,7 @@ def exit_with_one_line(main: Callable[[], Any]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         if is_main_process():  # the others were interrupted as well, and have nothing to add
-            _tell("interrupted; --resume_from_checkpoint auto goes on from the last checkpoint")
+            _tell("; ".join(filter(None, ["interrupted", _advice["interrupted"]])))
         sys.exit(130)
 
 

@@ -1,7 +1,8 @@
-"""Rows of images and their classes: from folders, files and data sets, by number, prepared, and in batches."""
+"""Rows of images, and their classes: from folders, files and data sets, by number, prepared, and in batches."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
 
-Show = Callable[["Image", np.random.Generator], np.ndarray]
+Show = Callable[["Image", np.random.Generator], Any]
 
 
 def load_pictures(args: Namespace) -> dict[str, Dataset]:
@@ -33,16 +34,25 @@ def load_pictures(args: Namespace) -> dict[str, Dataset]:
     Raises:
         UserError: two of these are given, or one of them holds no images with their classes.
     """
-    files, folders = ({split: getattr(args, f"{split}_{kind}") for split in PHASES} for kind in ("file", "dir"))
-    given = [f"--{split}_dir" for split in PHASES if folders[split]]
-    named = ("dataset_name", "dataset_config_name", "image_column_name", "label_column_name")
-    others = [f"--{name}" for name in named if getattr(args, name)]
-    others += [f"--{split}_file" for split in PHASES if files[split]]
-    if given and others:
-        raise UserError(f"{given[0]} and {others[0]} exclude each other; give one")
-    if given:
-        return {split: _scan(path, split) for split, path in folders.items() if path}
+    files, folders = sources(args, "image_column_name", "label_column_name")
+    if folders:
+        return {split: _scan(path, split) for split, path in folders.items()}
     return {split: _two_columns(rows, args, split) for split, rows in load_splits(args, files).items()}
+
+
+def sources(args: Namespace, *columns: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The files and the folders that are given, by split.
+
+    Raises:
+        UserError: beside folders there are other data, or one of ``columns``: flags that mean nothing for folders.
+    """
+    given = ({split: getattr(args, f"{split}_{kind}") for split in PHASES} for kind in ("file", "dir"))
+    files, folders = ({split: path for split, path in paths.items() if path} for paths in given)
+    others = [f"--{name}" for name in ("dataset_name", "dataset_config_name", *columns) if getattr(args, name)]
+    others += [f"--{split}_file" for split in files]
+    if folders and others:
+        raise UserError(f"--{next(iter(folders))}_dir and {others[0]} exclude each other; give one")
+    return files, folders
 
 
 def class_names(found: dict[str, Dataset], args: Namespace) -> list[str] | None:
@@ -72,9 +82,7 @@ def _scan(path: str, split: str) -> Dataset:
 
 
 def _two_columns(rows: Dataset, args: Namespace, split: str) -> Dataset:
-    """Name the columns ``image``, not decoded, and ``label``, which the test split may lack."""
-    from datasets import Image
-
+    """Name the columns ``image`` and ``label``, which the test split may lack."""
     image = image_column(rows, args.image_column_name)
     columns = {image: "image"}
     try:
@@ -85,18 +93,23 @@ def _two_columns(rows: Dataset, args: Namespace, split: str) -> Dataset:
         say(f"the images of the test split are taken to have no classes ({error})")
     if columns[image] == "label":
         raise UserError(f"{image!r} is named as the column of the images and of the classes; give two columns")
-    if isinstance(rows.features[image], Image):
-        rows = rows.cast_column(image, Image(decode=False))
-    rows = rows.select_columns(list(columns))
-    return rows.rename_columns({old: new for old, new in columns.items() if old != new})
+    return undecoded(rows, columns)
+
+
+def undecoded(rows: Dataset, columns: dict[str, str]) -> Dataset:
+    """Keep these columns under their new names; those called ``image`` stay as they are stored."""
+    from datasets import Image
+
+    rows = rows.select_columns(list(columns)).rename_columns(columns)
+    return rows.cast_column("image", Image(decode=False)) if isinstance(rows.features["image"], Image) else rows
 
 
 class Pictures:
-    """The images of a split by row number, each with its class.
+    """The images of a split by row number, each with its class, if there are classes.
 
     Args:
-        rows: of `load_pictures`.
-        classes: the model's, in the order of its outputs.
+        rows: of `load_pictures`, or of `core.captions.load_captioned`.
+        classes: the model's, in the order of its outputs; None for images without classes.
         split: its name.
         args: with ``on_bad_image``, and what names the split's file or folder.
 
@@ -109,17 +122,17 @@ class Pictures:
             there are no files where the rows say.
     """
 
-    def __init__(self, rows: Dataset, classes: list[str], split: str, args: Namespace) -> None:
-        folders = split == "test" and args.test_dir and "label" in rows.column_names
-        if folders and not set(rows.unique("label")) & set(classes):
-            say(f"{args.test_dir} has no folder that is called like a class: its images are taken to have none")
-            rows = rows.remove_columns("label")
-        option = f"--{split}_dir" if getattr(args, f"{split}_dir") else "--label_column_name"
-        self.labels = label_numbers(rows, "label", classes, split, option)
-        if split == "train" and (self.labels < 0).all():
-            raise UserError(
-                "no row of the train split has a class: there is nothing to learn; give --label_column_name"
-            )
+    def __init__(self, rows: Dataset, classes: list[str] | None, split: str, args: Namespace) -> None:
+        self.labels = np.full(len(rows), IGNORE_INDEX)
+        if classes is not None:
+            folders = split == "test" and args.test_dir and "label" in rows.column_names
+            if folders and not set(rows.unique("label")) & set(classes):
+                say(f"{args.test_dir} has no folder that is called like a class: its images are taken to have none")
+                rows = rows.remove_columns("label")
+            option = f"--{split}_dir" if getattr(args, f"{split}_dir") else "--label_column_name"
+            self.labels = label_numbers(rows, "label", classes, split, option)
+            if split == "train" and (self.labels < 0).all():
+                raise UserError(f"no row of the {split} split has a class: there is nothing to learn; give {option}")
         self.rows, self._cells = rows, None
         # Rows that are held out of the training rows have no file of their own.
         file = getattr(args, f"{split}_file") or args.train_file
@@ -138,7 +151,7 @@ class Pictures:
 
     def _look_for_some(self) -> None:
         """Raise a `UserError` if of 20 images, evenly spread, none has bytes or a file: paths begin elsewhere."""
-        if not len(self) or any(self._source(at) is not None for at in range(0, len(self), -(-len(self) // 20))):
+        if not len(self) or any(self.source(at) is not None for at in range(0, len(self), -(-len(self) // 20))):
             return
         raise UserError(
             f"the {self.split} split's images are not there (the first one: {self.path(0)[:200]!r}); give paths of this"
@@ -156,7 +169,7 @@ class Pictures:
         column, chosen = self._cells
         return column[number if chosen is None else chosen[number].as_py()].as_py()
 
-    def _source(self, number: int) -> Any:
+    def source(self, number: int) -> Any:
         """What `open_image` takes; None for a file that is not there."""
         source = self._cell(number)
         if isinstance(source, dict) and source.get("bytes") is None:
@@ -173,10 +186,27 @@ class Pictures:
         Raises:
             UnreadableImage: it is none.
         """
-        source = self._source(number)
+        source = self.source(number)
         if isinstance(source, dict):
             source = source | {"path": self.name(number)}
         return open_image(self.path(number) or None if source is None else source)
+
+    def view(self, number: int, show: Show, rng: np.random.Generator) -> Any:
+        """What ``show`` makes of an image; None, or a `UserError`, if it cannot be read: see --on_bad_image."""
+        try:
+            return show(self.open(number), rng)
+        except UnreadableImage as error:
+            if self.on_bad_image == "skip":
+                return None
+            raise UserError(f"{error}; mend or remove it, or give --on_bad_image skip") from None
+
+    def smaller_than(self, side: int) -> tuple[int, int]:
+        """How many of up to 1,000 images, evenly spread, have a side below ``side`` pixels, and how many open."""
+        smaller = []
+        for number in range(0, len(self), max(1, -(-len(self) // 1000))):
+            with contextlib.suppress(UnreadableImage):
+                smaller.append(min(self.open(number).size) < side)  # of the header; a turn does not change it
+        return sum(smaller), len(smaller)
 
     def thumbnail(self, number: int, side: int = 400) -> Image:
         """The whole image, upright, neither side over ``side`` pixels: what a page of many needs of large ones."""
@@ -211,27 +241,14 @@ class Pictures:
 
 
 class UnreadableImages:
-    """Which images of a split turned out unreadable.
-
-    Args:
-        reason: says of a row which image it is, and why it cannot be read.
-        split: e.g. ``train``, for messages.
-        count: how many rows there are.
-
-    Attributes:
-        rows: the numbers of the unreadable rows, each once.
-    """
+    """Which rows of a split's ``count`` have turned out unreadable, in ``rows``; ``reason`` says why one is."""
 
     def __init__(self, reason: Callable[[int], str], split: str, count: int) -> None:
         self.reason, self.split, self.count = reason, split, count
         self.rows: set[int] = set()
 
     def found(self, row_numbers: Sequence[int]) -> None:
-        """Take up rows that could not be read. All ranks call this with the same numbers.
-
-        Raises:
-            UserError: none is left that can be.
-        """
+        """Take up rows that could not be read, the same on all ranks; a `UserError` if no other one is left."""
         for row in sorted(set(row_numbers) - self.rows):
             self.rows.add(row)
             if len(self.rows) <= NAMED:
@@ -247,7 +264,6 @@ class Prepare:
     """Reads a row's image and shows it whole, or changed at random: a loader's ``augment``.
 
     Attributes:
-        pictures: the split.
         show: makes pixels (channels, height, width) of an opened image.
         blank: what an image that cannot be read becomes; it bears no loss.
         mixup_alpha, cutmix_alpha: above 0, each image is mixed with another one of the split, see `core.augment.mix`.
@@ -260,29 +276,18 @@ class Prepare:
     cutmix_alpha: float = 0.0
 
     def __call__(self, row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        pixels = self._pixels(row["number"], rng)
+        pixels = self.pictures.view(row["number"], self.show, rng)
+        prepared = {"pixels": pixels, "label": row["label"], "unreadable": False}
         if pixels is None:
             prepared = {"pixels": self.blank, "label": IGNORE_INDEX, "unreadable": True}
-        else:
-            prepared = {"pixels": pixels, "label": row["label"], "unreadable": False}
         if not (self.mixup_alpha or self.cutmix_alpha):
             return prepared
-        number = int(rng.integers(len(self.pictures)))
-        other, second = prepared["label"], None if pixels is None else self._pixels(number, rng)
-        share = 1.0
+        other, share, number = prepared["label"], 1.0, int(rng.integers(len(self.pictures)))
+        second = None if pixels is None else self.pictures.view(number, self.show, rng)
         if second is not None:
             other = int(self.pictures.labels[number])
             prepared["pixels"], share = mix(pixels, second, rng, self.mixup_alpha, self.cutmix_alpha)
         return prepared | {"other_label": other, "share": share}
-
-    def _pixels(self, number: int, rng: np.random.Generator) -> np.ndarray | None:
-        """None if the image cannot be read, and the run goes on without such ones."""
-        try:
-            return self.show(self.pictures.open(number), rng)
-        except UnreadableImage as error:
-            if self.pictures.on_bad_image == "skip":
-                return None
-            raise UserError(f"{error}; mend or remove it, or give --on_bad_image skip") from None
 
 
 def collate_pixels(rows: list[dict[str, Any]], shape: tuple[int, ...]) -> Batch:

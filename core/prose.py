@@ -107,3 +107,27 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, frame: bool = Fa
         bpe.post_processor = processors.TemplateProcessing(single="<cls> $A <sep>", special_tokens=ends)
     names = {f"{name.strip('<>')}_token": name for name in SPECIAL_TOKENS}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **names)
+
+
+def word_tokenizer(texts: Iterable[str], vocab_size: int, length: int) -> Any:
+    """Make a tokenizer of whole words, in lower case, that encodes a text as ``<start> ... <end>``.
+
+    Args:
+        vocab_size: the most frequent words are known, the others ``<unknown>``; with the four special tokens, whose
+            ids are 0 (``<pad>``) to 3.
+        length: tokens of a row at most.
+
+    Returns:
+        ``transformers.PreTrainedTokenizerFast``, which `AutoTokenizer` loads again once it is saved.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<start>", "eos_token": "<end>", "unk_token": "<unknown>"}
+    words = Tokenizer(models.WordLevel(unk_token="<unknown>"))
+    words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    names = {"special_tokens": list(special.values()), "show_progress": False}
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=vocab_size, **names))
+    ends = [("<start>", 1), ("<end>", 2)]
+    words.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, **special)

@@ -17,15 +17,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, is_main_process, read_json_object, warn_once
+from core.errors import UserError, if_interrupted, is_main_process, make_folder, read_json_object, warn_once
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "habana-torch-plugin")
-# What a run leaves in its folder; nothing else is ever removed from it.
+PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "datasets", "peft", "deepspeed", "habana-torch-plugin")
+# What a run leaves in its folder, beside a pipeline and drawn images; nothing else is ever removed from it.
 LEFTOVERS = (
     "checkpoint-*", ".checkpoint-*", "abandoned-checkpoint-*", "*_results.json", "generated_predictions.txt",
-    "predictions.csv", "*_confusion_matrix.png", "*_mistakes.png", "model*.safetensors",
-    "adapter/adapter_*", "loss_curve.png", "logs", "profile",
+    "predictions.csv", "*_confusion_matrix.png", "*_mistakes.png", "validation_images/step-*.png", "model*.safetensors",
+    "adapter/adapter_*", "adapter/pytorch_lora_weights.safetensors", "loss_curve.png", "logs", "profile",
 )  # fmt: skip
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
 SECRET = re.compile(r"(?i)secret|passw|credential|(api|access)_?key|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)")
@@ -52,27 +52,28 @@ def claim_output_dir(args: Namespace, name: str) -> Path:
     else:
         folder = Path(args.output_dir)
     args.output_dir = str(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir: {folder} is a file; give a folder")
-    taken = leftovers(folder) if args.do_train and args.resume_from_checkpoint is None else []
+    if_interrupted("--resume_from_checkpoint auto goes on from the last checkpoint" if args.do_train else "")
+    starts = args.do_train and args.resume_from_checkpoint is None
+    taken = leftovers(folder) if starts else []
+    if starts and not taken and (folder / "model_index.json").exists():
+        raise UserError(f"--output_dir: {folder} holds a pipeline that no run has left there; give another folder")
     if taken and not args.overwrite_output_dir:
         raise UserError(
             f"--output_dir: {folder} holds another run ({taken[0].name}); give another folder,"
             " --resume_from_checkpoint auto to go on, or --overwrite_output_dir to replace it"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written to: {error.strerror}") from None
-    return folder
+    return make_folder(folder, "--output_dir")
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What an earlier run has left in its folder."""
-    return [path for pattern in LEFTOVERS for path in folder.glob(pattern)]
+    """What an earlier run has left in its folder. A pipeline or images without the signs of a run are the user's."""
+    found = [path for pattern in LEFTOVERS for path in folder.glob(pattern)]
+    for sheet in folder.glob("*images/**/contact_sheet.png"):
+        found += [sheet, *sheet.parent.glob("[0-9]*.png"), *sheet.parent.glob("images.npy")]
+    if found and (index := folder / "model_index.json").is_file():
+        parts = read_json_object(index, "--output_dir")
+        found += [index, *(path for path in folder.iterdir() if isinstance(parts.get(path.name), list))]
+    return found
 
 
 def clear_output_dir(folder: Path) -> None:
@@ -127,11 +128,11 @@ def save_metrics(output_dir: str | Path, split: str, metrics: Mapping, run: Mapp
     write_json(path, merged | ({"run": _plain(run, "", {})} if run is not None else {}))
 
 
-def write_file(path: str | Path, content: bytes) -> None:
+def write_file(path: str | Path, content: bytes, option: str = "--output_dir") -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one, never a part.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written; the line names ``option``, which says where it is.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -143,7 +144,7 @@ def write_file(path: str | Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room or give another --output_dir") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}; make room or give another {option}") from None
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -239,13 +240,14 @@ def differences(figure: Mapping, run: Mapping) -> list[str]:
     device = run["device"] if isinstance(run.get("device"), Mapping) else {"name": run.get("device")}
     facts = {"world_size": 1, **run.get("arguments", {}), **run, **device, "device": device.get("name")}
     prefix = figure["metric"].partition("_")[0]
-    phase = prefix if prefix in ("train", "predict") else "eval"  # perplexity has no prefix
-    trains = phase != "predict" and facts.get("do_train", True)
+    phase = prefix if prefix in ("train", "predict", "generate") else "eval"  # perplexity has no prefix
+    trains = phase in ("train", "eval") and facts.get("do_train", True)
+    batch = "batch_size" if phase == "generate" else f"per_device_{'train' if trains else 'eval'}_batch_size"
     data = next(filter(None, map(facts.get, ("dataset_name", "train_file", "train_dir"))), "this machine's own")
     here = {
         "device": str(facts["device"]),
         "world_size": facts["world_size"],
-        "batch_size": facts.get("per_device_train_batch_size" if trains else "per_device_eval_batch_size"),
+        "batch_size": facts.get(batch),
         "model": facts.get("model_name_or_path") or _from_scratch(facts) or "built here",
         "data": f"{data} {facts.get('dataset_config_name') or ''}".strip(),
         "precision": facts.get("precision") or ("bf16" if facts.get("bf16") else "fp32"),

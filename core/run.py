@@ -105,9 +105,7 @@ class Run:
             return None
         config = deepspeed_config.load(args.deepspeed)
         if "zero_optimization" not in config:
-            raise UserError(
-                f"--deepspeed {args.deepspeed}: it has no zero_optimization block; DDP needs no --deepspeed"
-            )
+            raise UserError(f"--deepspeed {args.deepspeed} has no zero_optimization block; DDP needs no --deepspeed")
         config = deepspeed_config.resolve(config, args, distributed.world_size(), gaudi_config=self.gaudi_config)
         if config["bf16"]["enabled"] is True and not args.bf16:
             say("bf16: as the DeepSpeed configuration says, although --bf16 is not given")
@@ -145,9 +143,10 @@ class Run:
         """Move a model to the device in the dtype, and with the graphs, that the flags ask for."""
         args = self.args
         if args.gradient_checkpointing and args.do_train:
-            if not getattr(model, "supports_gradient_checkpointing", True):
+            names = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")  # the second: diffusers
+            if not all(getattr(model, name, True) for name in names):
                 raise UserError(f"--gradient_checkpointing: {type(model).__name__} cannot do it; leave it out")
-            model.gradient_checkpointing_enable()
+            (getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable)()
         if args.bf16_full_eval and args.do_train:
             warn_once("--bf16_full_eval has no effect beside --do_train: the parameters must stay fp32")
         elif args.bf16_full_eval:
@@ -222,31 +221,34 @@ class Run:
         whole[numbers] = gathered
         return metrics, list(whole)
 
-    def save_model(self, folder: Path, *companions: Any) -> None:
+    def save_model(self, folder: Path, *companions: Any, part: str = "", override: Any = None) -> None:
         """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor).
 
-        Adapters are merged into the weights, and are in ``adapter/`` by themselves.
+        Adapters are merged into the weights, which go to the folder ``part`` in it, and are in ``adapter/`` by
+        themselves. ``override`` maps names of parameters to tensors, such as averages, that are written instead.
 
         Raises:
             UserError: a file cannot be written; all ranks raise it.
         """
         main = checkpoint.OnMain()
-        self.write_model(main, folder, *companions, merge=True)
+        self.write_model(main, folder, *companions, part=part, publish=override or {})
         main.agree(f"{folder}: the model cannot be written: {{}}")
 
-    def write_model(self, main: checkpoint.OnMain, folder: Path, *companions: Any, merge: bool = False) -> None:
-        """The same through ``main``, which tells of a failure later; not ``merge``: adapters alone. For all ranks."""
+    def write_model(self, main: Any, folder: Path, *others: Any, part: str = "", publish: Any = None) -> None:
+        """The same through ``main``, which tells of a failure later; not to ``publish``: adapters alone. For all."""
         if self._strategy:
             broadcast_buffers(self.model)  # such as running statistics: rank 0's are what is saved
         adapted = adapters.has_adapters(self.model)
-        only = adapters.names(self.model) if adapted and not merge else None
+        only = adapters.names(self.model) if adapted and publish is None else None
         weights = self._strategy.weights(only) if self._strategy else None
+        if publish:
+            weights = state.with_others(self.model, weights, publish)
         if adapted:
-            main(adapters.save, self.model, folder / "adapter" if merge else folder, weights)
-        if merge or not adapted:
+            main(adapters.save, self.model, folder if publish is None else folder / "adapter", weights)
+        if not adapted or publish is not None:
             plain = adapters.merged if adapted else lambda model, weights: weights
-            main(lambda: state.save_model(self.model, folder, plain(self.model, weights), publish=merge))
-        for companion in (self.gaudi_config, *companions):
+            main(lambda: state.save_model(self.model, folder / part, plain(self.model, weights), publish is not None))
+        for companion in (self.gaudi_config, *others):
             main(companion.save_pretrained, folder)
 
     def report(self, split: str, metrics: dict[str, Any], texts: Sequence[str] = ()) -> None:

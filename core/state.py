@@ -21,7 +21,7 @@ from core.device import Device
 from core.errors import UserError, is_main_process, read_json_object
 from core.optimizers import family
 
-FILE_BYTES = 4 * 1000**3
+FILE_BYTES, SHARD = 4 * 1000**3, "10GB"
 
 
 def save_model(
@@ -30,9 +30,13 @@ def save_model(
     """Write the weights under the module's own names; storage that several names share is written once.
 
     Models with ``save_pretrained`` write themselves, so that ``from_pretrained`` loads the folder. ``weights`` replace
-    the module's own, where it holds a share of them only. With ``publish`` the names are those that the hub's models
-    of this kind have, which older versions of the library know, too; `load_model` does not read them.
+    the module's own, where it holds a share of them only. With ``publish`` the names, of weights or (diffusers) of
+    files, are those that the hub's models of this kind have; `load_model` does not read them.
     """
+    if hasattr(model, "save_config"):  # a model of diffusers, which can write no other weights than its own
+        model.save_config(folder)
+        write_weights(model.state_dict() if weights is None else weights, folder, weights_name(folder, publish))
+        return
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=publish)
         if weights:  # it has written down the working dtype, which these weights do not have
@@ -45,6 +49,38 @@ def save_model(
             seen.add(key)
             tensors[name] = tensor.detach().contiguous().cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_name(folder: Path, publish: bool = True) -> str:
+    """Name of the file of weights beside a model's ``config.json``; diffusers' library has another one to publish."""
+    path = folder / "config.json"
+    if publish and path.exists() and "_diffusers_version" in read_json_object(path, "config.json"):
+        from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+
+        return SAFETENSORS_WEIGHTS_NAME
+    return "model.safetensors"
+
+
+def write_weights(weights: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
+    """Write weights into one file, or beyond `SHARD` into several with an index."""
+    from huggingface_hub import save_torch_state_dict
+
+    host = {key: tensor.detach().cpu() for key, tensor in weights.items()}
+    how = {"max_shard_size": SHARD, "metadata": {"format": "pt"}}
+    save_torch_state_dict(host, folder, filename_pattern=name.replace(".", "{suffix}.", 1), **how)
+
+
+def with_others(
+    model: nn.Module, weights: Mapping[str, torch.Tensor] | None, others: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All weights of ``model`` (gathered ones, or None for its own), with ``others`` in place of theirs.
+
+    Parameters have one name each, as in ``others``: a tied one would keep its old value under its second name.
+    """
+    if weights is None:
+        second = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name not in second}
+    return {**weights, **others}
 
 
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:

@@ -6,9 +6,11 @@ import csv
 import json
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from tqdm import tqdm
@@ -17,6 +19,7 @@ from core.device import Device
 from core.errors import UserError, did_you_mean, is_main_process, warn_once
 
 CSV_NAME = "metrics.csv"
+SEVERAL_IMAGES = ("wandb", "swanlab")  # trackers that take a list of images under one name
 
 
 def banner(lines: dict[str, Any]) -> str:
@@ -149,15 +152,31 @@ class Tracker:
         """Record ``values`` of optimiser step ``step``; values of None are left out."""
         self._each("log", flat(values), step=step)
 
+    def log_images(self, name: str, images: Sequence[np.ndarray], step: int) -> None:
+        """Show images, (height, width, 3) of uint8 and all of one size, in those trackers that can."""
+        for tracker in list(self.trackers):
+            values: dict[str, Any] = {}
+            if tracker.name == "tensorboard":
+                values, how = {name: np.stack(images)}, {"dataformats": "NHWC"}
+            elif tracker.name in SEVERAL_IMAGES:
+                values, how = {name: list(images)}, {}
+            elif hasattr(tracker, "log_images"):  # one image under each name
+                values, how = {f"{name}_{number}": image for number, image in enumerate(images, start=1)}, {}
+            if values:
+                self._call(tracker, "log_images", values, step=step, **how)
+
     def _each(self, method: str, *values: Any, **options: Any) -> None:
         for tracker in list(self.trackers):
-            try:
-                getattr(tracker, method)(*values, **options)
-            except Exception as error:  # a service that is down must not end a run of hours
-                if isinstance(tracker, CSVTracker):
-                    raise
-                self.trackers.remove(tracker)
-                warn_once(f"--report_to {tracker.name} stopped ({error!r}); {CSV_NAME} has all records")
+            self._call(tracker, method, *values, **options)
+
+    def _call(self, tracker: GeneralTracker, method: str, *values: Any, **options: Any) -> None:
+        try:
+            getattr(tracker, method)(*values, **options)
+        except Exception as error:  # a service that is down must not end a run of hours
+            if isinstance(tracker, CSVTracker):
+                raise
+            self.trackers.remove(tracker)
+            warn_once(f"--report_to {tracker.name} stopped ({error!r}); {CSV_NAME} has all records")
 
     def advance(
         self,

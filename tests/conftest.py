@@ -278,3 +278,166 @@ def tiny_swin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def image_classification() -> ModuleType:
     return load_recipe("image_classification")
+
+
+def clip_tokenizer(folder: Path) -> Any:
+    """A real CLIP tokenizer of letters, digits and few merges, for texts of at most 16 tokens."""
+    from transformers import CLIPTokenizer
+
+    signs = "abcdefghijklmnopqrstuvwxyz0123456789.,"
+    pieces = [*signs, *(f"{sign}</w>" for sign in signs), "al", "alp", "ta</w>", "be", "beta</w>"]
+    vocabulary = {piece: at for at, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\na l\nal p\nt a</w>\nb e\nbe ta</w>\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
+
+
+def clip_encoder(tokenizer: Any, kind: str = "CLIPTextModel", size: int = 16) -> Any:
+    """Its text encoder, of two layers with random weights."""
+    import transformers
+
+    sizes = {"hidden_size": size, "intermediate_size": 32, "projection_dim": size, "num_hidden_layers": 2}
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer), **sizes, num_attention_heads=2, max_position_embeddings=16, **special
+    )
+    return getattr(transformers, kind)(config)
+
+
+def small_vae(**options: Any) -> Any:
+    """An autoencoder of pictures: 4 channels, half as high and wide."""
+    from diffusers import AutoencoderKL
+
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return AutoencoderKL(**blocks, block_out_channels=(8, 16), norm_num_groups=4, latent_channels=4, **options)
+
+
+def unet_pipeline(folder: Path, two_encoders: bool) -> Any:
+    """Stable Diffusion with one text encoder, or SDXL with two, for pictures of 16 x 16."""
+    import diffusers
+
+    tokenizer = clip_tokenizer(folder)
+    parts = {"tokenizer": tokenizer, "text_encoder": clip_encoder(tokenizer), "vae": small_vae(sample_size=16)}
+    more = {}
+    if two_encoders:
+        parts["tokenizer_2"] = clip_tokenizer(folder)
+        parts["text_encoder_2"] = clip_encoder(tokenizer, "CLIPTextModelWithProjection", 24)
+        more = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+        more["projection_class_embeddings_input_dim"] = 24 + 6 * 4
+    else:
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    parts["unet"] = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=40 if two_encoders else 16,
+        attention_head_dim=4,
+        **more,
+    )
+    steps = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    scheduler = diffusers.DDIMScheduler(**steps, clip_sample=False, set_alpha_to_one=False)
+    kind = diffusers.StableDiffusionXLPipeline if two_encoders else diffusers.StableDiffusionPipeline
+    return kind(**parts, scheduler=scheduler)
+
+
+def flow_pipeline(folder: Path, flux: bool) -> Any:
+    """FLUX, or Stable Diffusion 3 of three text encoders, for pictures of 16 x 16."""
+    import diffusers
+    from transformers import T5Config, T5EncoderModel, T5TokenizerFast
+
+    tokenizer, size = clip_tokenizer(folder), 16 if flux else 32
+    special, signs = ["<pad>", "</s>", "<unk>"], "▁abcdefghijklmnopqrstuvwxyz"
+    pieces = [(piece, 0.0) for piece in special] + [(sign, -2.0) for sign in signs]
+    t5_tokenizer = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=16)
+    sizes = {"d_model": size, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    t5 = T5EncoderModel(T5Config(vocab_size=32, **sizes))
+    parts = {"tokenizer": tokenizer, "vae": small_vae(sample_size=16, shift_factor=0.1)}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "joint_attention_dim": size}
+    if flux:
+        parts |= {"text_encoder": clip_encoder(tokenizer), "tokenizer_2": t5_tokenizer, "text_encoder_2": t5}
+        more = {"pooled_projection_dim": 16, "axes_dims_rope": (2, 2, 4), "guidance_embeds": True}
+        model = diffusers.FluxTransformer2DModel(in_channels=16, num_layers=1, num_single_layers=1, **heads, **more)
+        return diffusers.FluxPipeline(**parts, transformer=model, scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
+    kind = "CLIPTextModelWithProjection"
+    parts |= {"text_encoder": clip_encoder(tokenizer, kind), "text_encoder_2": clip_encoder(tokenizer, kind)}
+    parts |= {"tokenizer_2": clip_tokenizer(folder), "tokenizer_3": t5_tokenizer, "text_encoder_3": t5}
+    more = {"in_channels": 4, "out_channels": 4, "caption_projection_dim": 16, "pooled_projection_dim": 32}
+    sizes = {"sample_size": 8, "patch_size": 1, "pos_embed_max_size": 16, "num_layers": 1}
+    model = diffusers.SD3Transformer2DModel(**sizes, **more, **heads)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return diffusers.StableDiffusion3Pipeline(**parts, transformer=model, scheduler=scheduler)
+
+
+def save_pipeline(folder: Path, kind: str) -> Path:
+    """A whole pipeline of diffusers with small random models; ``kind`` is sd, sdxl, sd3 or flux."""
+    import tempfile
+
+    import torch
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as words:
+        of_unet = kind in ("sd", "sdxl")
+        build = unet_pipeline if of_unet else flow_pipeline
+        build(Path(words), kind in ("sdxl", "flux")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("tiny_sd"), "sd")
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("tiny_sdxl"), "sdxl")
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("tiny_sd3"), "sd3")
+
+
+@pytest.fixture(scope="session")
+def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("tiny_flux"), "flux")
+
+
+def save_captioned(folder: Path, count: int, seed: int = 0, spoiled: bool = False) -> Path:
+    """Write pictures of noise of many even sizes, and a metadata.jsonl; a third of them have two captions.
+
+    With ``spoiled`` the second one of them is no image.
+    """
+    import numpy
+    from PIL import Image
+
+    draw, rows = numpy.random.default_rng(seed), []
+    folder.mkdir(parents=True)
+    for number in range(count):
+        width, height = (2 * draw.integers(7, 20, 2)).tolist()
+        pixels = draw.integers(0, 256, (height, width, 3)).astype(numpy.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02d}.png")
+        first, second = (str(ANIMALS[int(at)]) for at in draw.integers(0, len(ANIMALS), 2))
+        captions = [f"{first} {number}", f"alpha {second}"]
+        rows.append({"file_name": f"{number:02d}.png", "text": captions[: 2 if number % 3 == 0 else 1]})
+    if spoiled:
+        (folder / "01.png").write_bytes((folder / "01.png").read_bytes()[:200])
+    write_jsonl(folder / "metadata.jsonl", rows)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def captioned_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Flags that name two folders of captioned pictures: 13 for training, one of them unreadable, 5 for validation."""
+    folder = tmp_path_factory.mktemp("captioned")
+    return {
+        "--train_dir": str(save_captioned(folder / "train", 13, spoiled=True)),
+        "--validation_dir": str(save_captioned(folder / "validation", 5, 1)),
+    }
+
+
+@pytest.fixture(scope="session")
+def text_to_image() -> ModuleType:
+    return load_recipe("text_to_image")

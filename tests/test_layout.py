@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.test_run_files import groups_of
+from tests.test_run_files import asked_by
 
 LEVELS = [
     {"errors"},
@@ -23,18 +23,26 @@ LEVELS = [
     {
         "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
         "processes", "gradients", "hub", "prose", "buckets", "packing", "losses", "adapters", "splits",
-        "images", "augment", "labels", "pages", "model_card", "processing", "workers",
+        "images", "augment", "labels", "pages", "model_card", "processing", "workers", "noise", "prompts",
     },
-    {"data", "stream", "documents", "pictures", "checkpoint", "state", "export", "strategies", "zero", "launcher"},
+    {
+        "data", "stream", "documents", "pictures", "checkpoint", "state", "export", "strategies", "zero", "launcher",
+        "captions", "ema", "pipelines", "encoders", "drawing", "feature_cache", "examples",
+        "autoencoder", "placing", "clip_score",
+    },
     {"run"},
     {"engine"},
 ]  # fmt: skip
 # Within a level these build on each other, in this direction only.
 WITHIN = {
-    ("splits", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"), ("export", "checkpoint"),
-    ("export", "state"), ("distributed", "gradients"), ("stream", "data"), ("documents", "data"),
-    ("arguments", "run_files"), ("augment", "images"), ("processing", "images"), ("model_card", "pages"),
-    ("splits", "labels"), ("pictures", "data"),
+    ("splits", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"),
+    ("export", "checkpoint"), ("export", "state"), ("distributed", "gradients"), ("stream", "data"),
+    ("documents", "data"), ("arguments", "run_files"), ("augment", "images"), ("processing", "images"),
+    ("model_card", "pages"), ("splits", "labels"), ("pictures", "data"), ("captions", "pictures"),
+    ("drawing", "pipelines"), ("encoders", "pipelines"), ("ema", "state"), ("examples", "captions"),
+    ("examples", "data"), ("examples", "encoders"), ("examples", "feature_cache"), ("examples", "pictures"),
+    ("placing", "pipelines"), ("pipelines", "zero"), ("clip_score", "zero"), ("drawing", "placing"),
+    ("autoencoder", "pictures"),
 }  # fmt: skip
 BANNERS = ["Bootstrap and imports", "Arguments", "Data", "Model", "Task functions", "Train", "Evaluate", "Main"]
 TOP = {
@@ -178,8 +186,8 @@ def test_readme_commands_parse(readme: Path) -> None:
         if "gaudi_spawn.py" in command:
             gaudi_spawn.parse(command[command.index("gaudi_spawn.py") + 1 :])
         at = next(number for number, word in enumerate(command) if word.endswith("run.py"))
-        groups = groups_of(Path(command[at]).parent.name)
-        StrictParser((*groups, *SHARED_GROUPS), "").parse_strictly(command[at + 1 :])
+        groups, options = asked_by(Path(command[at]).parent.name)
+        StrictParser((*groups, *SHARED_GROUPS), "", options.get("aliases")).parse_strictly(command[at + 1 :])
         for word in command:
             if re.match(r"(recipes|gaudi_configs|deepspeed_configs)/", word):
                 assert (REPOSITORY / word).exists(), word
@@ -190,7 +198,8 @@ def parse_job(words: list[str]) -> None:
     from core.arguments import parse_arguments
 
     at = next(number for number, word in enumerate(words) if word.endswith("run.py"))
-    parse_arguments(words[at + 1 :], *groups_of(Path(words[at]).parent.name), description="")
+    groups, options = asked_by(Path(words[at]).parent.name)
+    parse_arguments(words[at + 1 :], *groups, **options)
     for word in words:
         if re.match(r"(--deepspeed=)?(recipes|gaudi_configs|deepspeed_configs)/", word):
             assert (REPOSITORY / word.rpartition("=")[2]).exists(), word

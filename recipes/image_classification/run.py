@@ -100,20 +100,14 @@ def load_data(args: Namespace) -> tuple[dict[str, Dataset], list[str] | None]:
 
     The classes are those of the training split, as it is before rows are held out of it.
     """
-    from core.data import require_rows
+    from core.data import chosen_rows
     from core.digits import digit_files
     from core.pictures import class_names, load_pictures
 
     found = load_pictures(args) or digit_files()
     names = class_names(found, args)
     splits.hold_out_validation(found, args, "label")
-    data = {}
-    for split, phase in splits.needed_splits(args, found).items():
-        rows, limit = found[split], getattr(args, f"max_{phase}_samples")
-        # Rows of a class lie together as often as not: the first ones would all be of one.
-        data[split] = rows.shuffle(seed=args.seed).select(range(limit)) if limit and limit < len(rows) else rows
-        require_rows(len(data[split]), split, args)
-    return data, names
+    return {split: chosen_rows(found[split], split, args) for split in splits.needed_splits(args, found)}, names
 
 
 def make_loader(args: Namespace, pictures: Pictures, processing: Processing, train: bool) -> BatchLoader:

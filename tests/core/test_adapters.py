@@ -215,6 +215,10 @@ def test_another_base_is_said(bases: dict[str, Path], tmp_path: Path, caplog: py
     model.name_or_path = "another/model"
     state.load_model(adapt(model), folder)
     assert f"was trained on the model {bases['llama']}; this one is another/model" in caplog.text
+    model = load(bases["llama"])
+    model.name_or_path = model.config._name_or_path = ""
+    state.load_model(adapt(model), folder)
+    assert f"was trained on the model {bases['llama']}; this one is one built for it" in caplog.text
 
 
 LLAMAS = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
@@ -333,3 +337,62 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one(
     flags = ["--resume_from_checkpoint", str(folder / "zero3" / "straight" / "checkpoint-2"), "--save_strategy", "no"]
     found = adapted.train(flags, tmp_path, bases["llama"])
     assert found["losses"] == pytest.approx(one["losses"][2:], abs=1e-5)
+
+
+UNET = ["to_k", "to_q", "to_v", "to_out.0"]
+
+
+def unet_of(pipeline: Path) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel.from_pretrained(pipeline / "unet").eval()
+
+
+def predicted(unet: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    latents, text = (torch.randn(2, *shape, generator=generator) for shape in ((4, 8, 8), (5, 16)))
+    with torch.no_grad():
+        return unet(latents, torch.tensor([3, 700]), text).sample
+
+
+def test_a_unet_is_adapted_merged_and_put_back(tiny_sd: Path, tmp_path: Path) -> None:
+    """Its configuration is another kind of object than those of transformers."""
+    with pytest.raises(UserError, match="peft names no layers of UNet2DConditionModel; name some of these: "):
+        adapters.add_lora(unet_of(tiny_sd), 3, 8, 0.0, None, 0)
+    model, plain = adapt(unet_of(tiny_sd), targets=UNET), unet_of(tiny_sd)
+    assert adapters.has_adapters(model)
+    assert {name.partition(".lora")[0].rpartition("attn")[2][2:] for name in adapters.names(model)} == set(UNET)
+    assert (predicted(model) - predicted(plain)).abs().max() > 0.01
+    folder = write(model, tmp_path)
+    assert json.loads((folder / adapters.CONFIG).read_text())["base_model_name_or_path"] == str(tiny_sd / "unet")
+    other = unet_of(tiny_sd)
+    adapters.add_lora(other, 3, 8, 0.5, UNET, seed=9)
+    state.load_model(other, folder)
+    assert torch.equal(predicted(other.eval()), predicted(model))
+    with pytest.raises(UserError, match="holds a LoRA adapter, not a whole model"):
+        state.load_model(plain, folder)
+    state.save_model(model, tmp_path / "merged", adapters.merged(model), publish=True)
+    merged = type(model).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(predicted(merged), predicted(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_an_unmodified_pipeline_loads_the_adapter(tiny_sd: Path, tmp_path: Path, exported: bool) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    model = adapt(unet_of(tiny_sd), rank=2, alpha=8, targets=UNET)
+    folder = write(model, tmp_path)
+    if exported:
+        export(folder, tmp_path / "out", "bf16")
+        folder = tmp_path / "out"
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_sd)
+    pipe.load_lora_weights(folder)
+    found = predicted(pipe.unet.eval())
+    torch.testing.assert_close(found, predicted(model), atol=0.02 if exported else 0.0, rtol=0)
+    assert torch.equal(found, predicted(model)) is not exported
+    assert (found - predicted(unet_of(tiny_sd))).abs().max() > 0.1
+
+
+def test_other_models_adapters_have_no_file_for_pipelines(bases: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(adapt(load(bases["llama"])), tmp_path)
+    assert {path.name for path in folder.iterdir()} == {adapters.WEIGHTS, adapters.CONFIG, "checkpoint.json"}

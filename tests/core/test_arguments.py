@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 
 from core import arguments, errors
 from core.arguments import (
-    COUNTS,
     NO_EFFECT,
     REFUSED,
     SHARED_GROUPS,
-    SHARES,
     SUBSTITUTES,
-    UNSET_BELOW_ZERO,
     flag,
     parse_arguments,
 )
@@ -41,6 +38,12 @@ class OwnArguments:
     _argument_group_name = "own"
     data: str | None = flag(None, "where the rows are")
     width: int = flag(4, "columns", aliases=["--columns"])
+    begin: int = flag(0, "first column", least=0)
+    near: float = flag(0.5, "how near", below=2)
+    far: float = flag(0.5, "how far", needs="do_draw")
+    prompts: list[str] | None = flag(None, "what to draw", nargs="+")
+    prompts_file: str | None = flag(None, "the same, one a line")
+    do_draw: bool = flag(False, "draw")
 
 
 def parse(*argv: str, **options):
@@ -178,6 +181,99 @@ def test_one_flag_under_two_names_with_one_value(argv, name, value):
     assert getattr(parse(*argv), name) == value
 
 
+# ------------------------------------------------------------------------------------- another program's conventions
+
+ALIASES = {"train_batch_size": "per_device_train_batch_size", "n_columns": "width"}
+
+
+def test_another_programs_names_are_flags_everywhere(run_file):
+    assert parse("--train_batch_size", "3", aliases=ALIASES).per_device_train_batch_size == 3
+    assert parse("--n_columns=3", "--width", "3", aliases=ALIASES).width == 3
+    path = run_file({"args": {"n_columns": 5, "train_batch_size": 2}})
+    args = parse("--config", path, "--train_batch_size", "7", aliases=ALIASES)
+    assert (args.width, args.per_device_train_batch_size) == (5, 7)
+    for argv, message in (
+        (["--n_columns", "3", "--width", "4"], "--n_columns (3) and --width (4) contradict each other"),
+        (["--columns", "3", "--n_columns", "4"], "--columns (3) and --n_columns (4) contradict each other"),
+        (["--train_batch_siz", "4"], "unknown flag --train_batch_siz (did you mean '--train_batch_size'?)"),
+        (["--n_columns", "x"], "--width: invalid int value: 'x'"),
+        (["--n_columns", "0"], "--width must be at least 1"),
+    ):
+        with pytest.raises(UserError) as error:
+            parse(*argv, aliases=ALIASES)
+        assert str(error.value).startswith(message)
+    with pytest.raises(UserError, match="unknown flag --n_columns"):
+        parse("--n_columns", "3")  # another recipe's parser knows none of it
+
+
+def test_a_recipes_own_defaults_come_before_run_file_and_flag(run_file, caplog):
+    defaults = {"learning_rate": 1e-4, "report_to": ["none"], "use_cache": False}
+    args = parse(defaults=defaults)
+    assert (args.learning_rate, args.report_to, args.use_cache) == (1e-4, ["none"], False)
+    args.report_to.append("x")
+    assert defaults["report_to"] == ["none"]
+    path = run_file({"args": {"learning_rate": 0.5}})
+    assert parse("--config", path, defaults=defaults).learning_rate == 0.5
+    assert parse("--config", path, "--learning_rate", "0.25", defaults=defaults).learning_rate == 0.25
+    assert parse("--learning_rate", "5e-5", defaults=defaults).learning_rate == 5e-5  # the shared default, given
+    assert parse(defaults={"adjust_throughput": True}).adjust_throughput
+    assert caplog.messages == []  # a default is nothing that the user asks for
+    assert parse().learning_rate == 5e-5
+
+
+IMPLIED = {"do_draw": ("prompts", "prompts_file"), "do_train": ("data",)}
+
+
+def work(*argv: str) -> list[str]:
+    """The work that is done: names of flags, all of them True or False."""
+    args = vars(parse_arguments(list(argv), OwnArguments, description="", implied=IMPLIED))
+    found = {name: value for name, value in args.items() if name.startswith("do_")}
+    assert all(isinstance(value, bool) for value in found.values())
+    return sorted(name for name in found if found[name])
+
+
+@pytest.mark.parametrize(
+    ("argv", "done"),
+    [
+        (["--data", "x"], ["do_train"]),
+        (["--prompts", "a", "b"], ["do_draw"]),
+        (["--prompts", "a", "--data", "x"], ["do_draw", "do_train"]),
+        (["--prompts", "a", "--data", "x", "--do_train"], ["do_train"]),
+        (["--prompts", "a", "--data", "x", "--do_eval"], ["do_eval"]),
+        (["--prompts", "a", "--data", "x", "--do_train", "False"], ["do_draw"]),
+        (["--prompts", "a", "--do_eval=false"], ["do_draw"]),
+    ],
+)
+def test_work_is_implied_by_what_it_needs_if_no_work_is_named(argv, done):
+    assert work(*argv) == done
+
+
+def test_a_run_file_names_work_and_implies_it(run_file):
+    assert work("--config", run_file({"args": {"prompts_file": "x"}})) == ["do_draw"]
+    assert work("--config", run_file({"args": {"prompts_file": "x"}}), "--do_eval") == ["do_eval"]
+    assert work("--config", run_file({"args": {"do_predict": True}}), "--data", "x") == ["do_predict"]
+    assert work("--config", run_file({"args": {"do_train": False}}), "--data", "x", "--prompts", "a") == ["do_draw"]
+
+
+def test_nothing_to_do_is_refused_where_work_is_implied():
+    for argv in ([], ["--width", "3"], ["--data", "x", "--do_train", "False"]):
+        with pytest.raises(UserError, match="nothing to do"):
+            work(*argv)
+
+
+def test_without_it_nothing_is_implied():
+    with pytest.raises(UserError, match="nothing to do"):
+        parse_arguments(["--data", "x"], OwnArguments, description="")
+
+
+def test_help_tells_another_programs_names_and_the_recipes_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help", aliases=ALIASES, defaults={"learning_rate": 1e-4})
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--columns WIDTH, --n_columns WIDTH columns (default: 4)" in text
+    assert "never scaled with the number of devices (default: 0.0001)" in text
+
+
 # -------------------------------------------------------------------------------------------------------- run files
 
 
@@ -292,19 +388,43 @@ def test_refused_flags_say_what_to_use(name):
 
 
 NUMBERS = [name for name, kind in KINDS.items() if kind in (int, float, int | None)]
-NUMBERS = [name for name in NUMBERS if name not in (*UNSET_BELOW_ZERO, *REFUSED)]
+NUMBERS = [name for name in NUMBERS if name not in REFUSED]
+COUNTS = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "logging_steps",
+    "save_steps", "eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples", "max_predict_samples",
+    "length_buckets", "max_hpu_graphs", "cpu_threads", "cache_size_limit", "ddp_bucket_cap_mb", "ddp_timeout",
+)  # fmt: skip
+SHARES = ("label_smoothing_factor", "adam_beta1", "adam_beta2", "warmup_ratio")
+UNSET_BELOW_ZERO = ("max_steps", "local_rank")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_ranges(name):
-    least = 1 if name in COUNTS else 0
+    """Shared numbers are finite and not negative. Some are at least 1, some below 1, and -1 is "not given" for two."""
+    least = 1 if name in COUNTS else -1 if name in UNSET_BELOW_ZERO else 0
     bad = [str(least - 1)] + (["1"] if name in SHARES else [])
-    bad += ["nan", "inf", "-0.5"] if KINDS[name] is float else []
+    bad += ["nan", "inf", str(least - 0.5)] if KINDS[name] is float else []
     for value in bad:
         with pytest.raises(UserError, match=f"--{name} must be at least {least} and below"):
             parse(f"--{name}", value)
-    good = "0.5" if name in SHARES else "1"
+    good = "0.5" if name in SHARES else str(least) if least else "1"
     assert getattr(parse(f"--{name}", good, "--use_hpu_graphs"), name) == float(good)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--width", "0"], "--width must be at least 1 and below inf, not 0"),
+        (["--begin", "-1"], "--begin must be at least 0 and below inf, not -1"),
+        (["--near", "2"], "--near must be at least 0 and below 2, not 2.0"),
+    ],
+)
+def test_bounds_of_a_recipes_own_flags(argv, message):
+    """A recipe's int is a count, unless the flag says otherwise."""
+    assert parse("--begin", "0", "--near", "0").begin == 0
+    with pytest.raises(UserError) as error:
+        parse(*argv)
+    assert str(error.value) == message
 
 
 def test_tables_name_flags_that_exist():
@@ -349,6 +469,14 @@ def test_combinations_that_cannot_work(argv, message):
         parse(*argv)
 
 
+def test_a_flag_that_needs_another_one_says_so(caplog):
+    assert parse("--far", "0.7", "--do_draw").far == 0.7
+    assert parse("--far", "0.5").far == 0.5  # its default asks for nothing
+    assert not caplog.messages
+    assert parse("--far", "0.7").far == 0.7
+    assert caplog.messages == ["--far has no effect without --do_draw"]
+
+
 def test_combinations_that_do_work():
     assert parse("--max_steps", "5", "--num_train_epochs", "0").max_steps == 5
     for old in ("--use_hpu_graphs", "--use_hpu_graphs_for_inference", "--use_hpu_graphs_for_training"):
@@ -365,7 +493,7 @@ def test_combinations_that_do_work():
 def test_every_flag_has_help_and_a_group():
     parser = arguments.StrictParser((OwnArguments, *SHARED_GROUPS), "d")
     grouped = [action for group in parser._action_groups[2:] for action in group._group_actions]
-    assert {action.dest for action in grouped} == {*SHARED, "data", "width"}
+    assert {action.dest for action in grouped} == {*SHARED, *(f.name for f in fields(OwnArguments))}
     assert [action.dest for action in grouped if not (action.help or "").strip()] == []
     assert {action.dest for action in parser._actions} - {action.dest for action in grouped} == {"help"}
 

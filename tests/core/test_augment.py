@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from core import augment
-from core.augment import OPERATIONS, RandomView, crop_box, mix, rand_augment
+from core.augment import OPERATIONS, CropView, RandomView, crop_box, mix, rand_augment
 from core.images import upright_size
 
 NEAREST, BILINEAR, BICUBIC = Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
@@ -312,6 +312,126 @@ def test_a_jpeg_decoded_small_looks_the_same(orientation: int, monkeypatch: pyte
         assert factors[-2] == pytest.approx(max(by for by in (1, 2, 4, 8) if by <= max(1, enough)), rel=0.03)
         assert factors[-1] == 1
     assert {round(factor) for factor in factors} == {1, 2, 4, 8}
+
+
+# --- CropView
+
+
+def resized(image: Image.Image, resolution: int, resample: int = BILINEAR) -> Image.Image:
+    """The whole image as Pillow resizes it, its shorter side of ``resolution`` pixels."""
+    width, height = (int(resolution * side / min(image.size)) for side in image.size)
+    return image.resize((width, height), resample)
+
+
+@pytest.mark.parametrize("size", [(40, 30), (30, 47), (16, 16), (9, 5), (3, 90)], ids=str)
+@pytest.mark.parametrize("resample", [BILINEAR, BICUBIC])
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_a_crop_is_that_of_the_resized_image(size: tuple[int, int], resample: int, flip: float) -> None:
+    image = picture("RGB", size)
+    whole = resized(image, 16, resample)
+    whole = ImageOps.mirror(whole) if flip else whole
+    for crop in (16, 11, 1):
+        for seed in range(5):
+            found, (height, width, top, left) = CropView(16, crop, flip=flip, resample=resample)(image, rng(seed))
+            of_top, of_left, _ = rng(seed).random(3)
+            assert (found.shape, found.dtype, found.flags.c_contiguous) == ((3, crop, crop), np.uint8, True)
+            assert (height, width) == (size[1], size[0])
+            assert (top, left) == (int(of_top * (whole.height - crop + 1)), int(of_left * (whole.width - crop + 1)))
+            expected = pixels(whole.crop((left, top, left + crop, top + crop)))
+            assert np.abs(found.transpose(1, 2, 0) - expected).max() <= 1
+    assert isinstance(top, int)
+    assert isinstance(left, int)
+
+
+def test_a_square_of_its_size_stays_as_it_is() -> None:
+    image = picture("RGB", (24, 24))
+    for flip, expected in ((0.0, image), (1.0, ImageOps.mirror(image))):
+        found, place = CropView(24, 24, flip=flip)(image, rng())
+        assert (found.transpose(1, 2, 0) == pixels(expected)).all()
+        assert place == (24, 24, 0, 0)
+
+
+@pytest.mark.parametrize(("size", "place"), [((41, 20), (0, 10)), ((20, 41), (10, 0)), ((20, 20), (0, 0))], ids=str)
+def test_the_centre_is_the_centre(size: tuple[int, int], place: tuple[int, int]) -> None:
+    image = picture("RGB", size)
+    for seed in range(5):
+        for flip in (0.0, 1.0):
+            found, (*_, top, left) = CropView(20, 20, center=True, flip=flip)(image, rng(seed))
+            assert (top, left) == place
+            whole = ImageOps.mirror(image) if flip else image
+            assert (found.transpose(1, 2, 0) == pixels(whole)[top : top + 20, left : left + 20]).all()
+
+
+def test_every_place_of_a_crop_is_drawn_and_half_are_mirrored() -> None:
+    image, generator, view, seen = picture("RGB", (10, 8)), rng(), CropView(8, 7, flip=0.5), []
+    for _ in range(1600):
+        found, (*_, top, left) = view(image, generator)
+        mirrored = [
+            np.array_equal(pixels(whole)[top : top + 7, left : left + 7], found.transpose(1, 2, 0))
+            for whole in (image, ImageOps.mirror(image))
+        ]
+        seen.append((top, left, mirrored.index(True)))
+    assert sorted(set(seen)) == [(top, left, kind) for top in (0, 1) for left in range(4) for kind in (0, 1)]
+    assert all(seen.count(one) == pytest.approx(100, abs=40) for one in set(seen))
+
+
+def test_a_crop_takes_three_draws_whatever_the_options() -> None:
+    drawn = rng()
+    drawn.random(3)
+    following, places = drawn.random(), set()
+    for size in ((40, 30), (16, 16), (1, 1)):
+        for center in (False, True):
+            for flip in (0.0, 0.5, 1.0):
+                generator = rng()
+                _, (*_, top, left) = CropView(16, 12, center, flip)(picture("RGB", size), generator)
+                assert generator.random() == following
+                places |= {(top, left)} if size == (16, 16) and not center else set()
+    assert len(places) == 1, "a mirror moves no place"
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16", "1"])
+def test_a_crop_is_rgb_of_whatever_mode(mode: str) -> None:
+    found, _ = CropView(8, 8)(Image.new(mode, (20, 10)), rng())
+    assert found.shape == (3, 8, 8)
+
+
+def test_a_line_of_pixels_does_not_fill_the_memory() -> None:
+    """Its whole would have 512 x 51,200,000 pixels."""
+    found, (height, width, top, left) = CropView(512, 16)(Image.new("RGB", (100_000, 1), "red"), rng(1))
+    assert (found == np.array([255, 0, 0])[:, None, None]).all()
+    assert (height, width) == (1, 100_000)
+    assert 0 <= top <= 496
+    assert 0 <= left <= 512 * 100_000 - 16
+
+
+@pytest.mark.parametrize("crop", [0, 17])
+def test_a_crop_fits_into_the_resized_image(crop: int) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        CropView(16, crop)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("resolution", "factor"), [(20, 8), (31, 8), (32, 4), (63, 2), (126, 1), (250, 1), (300, 1)])
+def test_a_jpeg_is_decoded_small_as_far_as_pixels_allow(
+    orientation: int, resolution: int, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, sizes, decode = smooth((333, 250)), [], augment.decode
+    view = CropView(resolution, resolution, flip=0.5)
+
+    def note(*arguments: object, **options: object) -> Image.Image:
+        sizes.append((result := decode(*arguments, **options)).size)
+        return result
+
+    monkeypatch.setattr(augment, "decode", note)
+    for seed in range(3):
+        jpeg, png = (view(stored(image, kind, orientation), rng(seed)) for kind in ("JPEG", "PNG"))
+        upright = ImageOps.exif_transpose(stored(image, "PNG", orientation))
+        assert jpeg[1] == png[1] == view(upright, rng(seed))[1]
+        assert jpeg[1][:2] == (upright.height, upright.width)
+        assert np.array_equal(png[0], view(upright, rng(seed))[0])
+        assert np.abs(jpeg[0].astype(int) - png[0]).mean() < 2.5
+        small = next(size for size in sizes if size != upright.size) if factor > 1 else upright.size
+        assert min(small) == -(-250 // factor) >= min(resolution, 250)
 
 
 # --- mix

@@ -1,14 +1,16 @@
-"""The handwritten digits: real, in the same splits everywhere, and in one split each."""
+"""The handwritten digits: real, in the same splits everywhere, and in one split each; and who tells drawn ones."""
 
 from __future__ import annotations
 
 import sys
 from hashlib import sha256
+from io import BytesIO
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from core.digits import handwritten_digits
+from core.digits import CAPTIONS, PROMPTS, WORDS, DigitJudge, captioned_digits, enlarge, handwritten_digits
 from core.errors import UserError
 
 # Of the images and the digits, both as int64: other sums are other data, on whichever machine.
@@ -77,3 +79,94 @@ def test_without_scikit_learn_it_is_one_line(monkeypatch) -> None:
         UserError, match="the built-in images are scikit-learn's: pip install scikit-learn, or name data"
     ):
         handwritten_digits()
+
+
+# --- With captions ----------------------------------------------------------------------------------------------------
+
+
+def opened(rows, number: int) -> Image.Image:
+    return Image.open(BytesIO(rows[number]["image"]["bytes"]))
+
+
+def test_pictures_with_captions_are_the_same_digits_enlarged(digits) -> None:
+    found = captioned_digits(size=24)
+    assert list(found) == ["train", "validation", "test"]
+    for split, rows in found.items():
+        images, labels = digits[split]
+        assert rows.column_names == ["image", "text"]
+        assert [texts[0] for texts in rows["text"]] == [PROMPTS[digit] for digit in labels]
+        for number in (0, 100, len(labels) - 1):
+            picture = opened(rows, number)
+            assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (24, 24))
+            points = np.asarray(picture.convert("L").resize((8, 8), Image.Resampling.BOX), int)
+            assert np.corrcoef(points.ravel(), images[number].ravel().astype(int))[0, 1] > 0.98
+    names = [image["path"] for rows in found.values() for image in rows["image"]]
+    assert len(set(names)) == 1797
+
+
+def test_each_caption_tells_the_digit_and_no_other() -> None:
+    rows = captioned_digits(size=8)["validation"]
+    for texts, prompt in ((rows[number]["text"], rows[number]["text"][0]) for number in range(30)):
+        digit = PROMPTS.index(prompt)
+        assert len(set(texts)) == len(CAPTIONS) == 4
+        assert all({word for word in text.split() if word in WORDS} == {WORDS[digit]} for text in texts)
+
+
+def test_an_enlarged_image_is_smooth_and_grey(digits) -> None:
+    image = digits["train"][0][0]
+    large = enlarge(image, 32).astype(int)
+    assert (large == large[:, :, :1]).all()
+    steps = [abs(np.diff(shades.astype(int), axis=1)).max() for shades in (image, large[:, :, 0])]
+    assert steps[1] < steps[0] / 2
+
+
+# --- The judge --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def judge() -> DigitJudge:
+    return DigitJudge()
+
+
+def test_the_judge_knows_images_of_the_other_splits_only(judge, digits) -> None:
+    assert judge._machine.shape_fit_ == (540, 64)
+    remembered = {row.tobytes() for row in judge._machine.support_vectors_}
+    of_train = {row.tobytes() for row in judge._points([enlarge(image, 32) for image in digits["train"][0]])}
+    assert len(remembered) > 100
+    assert not remembered & of_train
+
+
+def test_the_judge_tells_how_well_it_knows_real_digits(judge, digits) -> None:
+    images, labels = digits["train"]
+    pictures = np.stack([enlarge(image, 32) for image in images])
+    assert judge.accuracy == judge.recognised(pictures, labels)
+    assert 0.96 < judge.accuracy < 1
+
+
+def test_what_is_recognised_is_the_share_that_shows_the_right_digit(judge, digits) -> None:
+    images, labels = (both[:100] for both in digits["test"])  # which it knows
+    pictures = np.stack([enlarge(image, 32) for image in images])
+    assert judge.recognised(pictures, labels) >= 0.98
+    wrong = np.where(np.arange(100) < 25, (labels + 1) % 10, labels)
+    assert judge.recognised(pictures, wrong) == pytest.approx(0.75, abs=0.02)
+    assert judge.recognised(np.zeros_like(pictures), labels) < 0.2
+    with pytest.raises(ValueError, match="inconsistent numbers"):
+        judge.recognised(pictures, labels[:-1])
+
+
+def test_the_judge_looks_at_means(judge) -> None:
+    picture = np.random.default_rng(0).integers(256, size=(32, 32, 1)).repeat(3, axis=2).astype(np.uint8)
+    means = picture[:, :, 0].reshape(8, 4, 8, 4).mean((1, 3)).ravel()
+    assert judge._points([picture])[0] * 255 == pytest.approx(means, abs=1)
+
+
+def test_shape_counts_not_sharpness_or_size(judge, digits) -> None:
+    images, labels = (both[:200] for both in digits["train"])
+    sharp = [np.asarray(Image.fromarray(image).resize((64, 64), 0).convert("RGB")) for image in images]
+    assert judge.recognised(sharp, labels) == pytest.approx(judge.accuracy, abs=0.02)
+    assert DigitJudge(64).accuracy == pytest.approx(judge.accuracy, abs=0.01)
+
+
+def test_the_judge_decides_the_same_every_time_and_says_nothing(judge, capsys) -> None:
+    assert DigitJudge().accuracy == judge.accuracy
+    assert capsys.readouterr().out == ""

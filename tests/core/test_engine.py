@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from core import adapters
 from core.data import IGNORE_INDEX, BatchLoader
 from core.device import Device
 from core.engine import Engine
@@ -215,9 +217,36 @@ def test_an_earlier_checkpoint_starts_a_branch_of_its_own(tmp_path: Path) -> Non
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(tmp_path: Path) -> None:
     flags = ["--optim", "sgd", "--learning_rate", "1e30", "--max_grad_norm", "0", "--lr_scheduler_type", "constant"]
-    with pytest.raises(UserError, match=r"the loss became (nan|inf)"):
+    with pytest.raises(UserError, match=r"the loss became (nan|inf).*--logging_steps 1 tells its rows") as caught:
         run(tmp_path / "run", *flags, "--max_steps", "6", "--save_steps", "3", "--logging_steps", "100")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert str(caught.value).endswith("; nothing was saved; lower --learning_rate or set --max_grad_norm")
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_rows_of_a_loss_that_is_not_a_number_are_named(tmp_path: Path, at: int) -> None:
+    """What the rate has nothing to do with at the first step; a run without a checkpoint has none to go on from."""
+    seen: list[list[int]] = []
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_sum(model, batch) * (float("inf") if len(seen) == at - 1 else 1.0)
+
+    def each(engine: Engine) -> None:
+        seen.append(engine._row_ids)
+
+    flags = ["--max_steps", "6", "--logging_steps", "1", "--per_device_train_batch_size", "20"]
+    with pytest.raises(UserError, match="the loss became inf before step") as caught:
+        run(tmp_path / "run", *flags, "--save_steps", "2", loss=loss, each=each)
+    message, rows = str(caught.value), seen[-1]
+    shown = f"{', '.join(map(str, rows[:16]))}, ..."
+    assert f"before step {at} (" in message
+    assert f"; its rows, from 0: {shown}); nothing was saved; " in message
+    if at == 1:
+        assert message.endswith("mend the model or the rows")
+    else:
+        assert message.endswith(
+            "lower --learning_rate or set --max_grad_norm, and go on with --resume_from_checkpoint auto"
+        )
 
 
 def test_a_resumed_run_takes_the_rate_and_length_of_its_flags(tmp_path: Path) -> None:
@@ -488,3 +517,102 @@ def test_compiled_training_equals_eager(tmp_path: Path, regional: bool) -> None:
         engine.step(window)
     torch.testing.assert_close(weights(model), weights(expected), rtol=0, atol=1e-6)
     assert list(model.state_dict()) == list(expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "epochs", "expected"),
+    [
+        (["--max_steps", "7"], 3, 1, [3, 6, 7]),
+        (["--num_train_epochs", "3"], None, 1, [4, 8, 12]),
+        (["--num_train_epochs", "5"], None, 2, [8, 16, 20]),
+        (["--max_steps", "2"], None, 1, [2]),
+    ],
+)
+def test_images_are_due_by_steps_or_epochs_and_at_the_end(
+    tmp_path: Path, flags: list[str], steps: int | None, epochs: int, expected: list[int]
+) -> None:
+    """Four steps in an epoch."""
+    due: dict[str, list[int]] = {}
+    for prompt in ("a digit", None):
+        found = due.setdefault(prompt, [])
+        about = {"validation_prompt": prompt, "validation_steps": steps, "validation_epochs": epochs}
+        each = lambda engine, found=found: found.append(engine.step_count) if engine.due("images") else None  # noqa: E731
+        given = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--save_strategy", "no"]
+        run(tmp_path / str(prompt), *given, *flags, changed=about, each=each)
+    assert due == {"a digit": expected, None: []}
+
+
+def denoised(unet: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss of a UNet of diffusers on the toy's rows, whose numbers become latents."""
+    rows = len(batch["inputs"])
+    latents = batch["inputs"].float().sum(1).reshape(rows, 1, 1, 1) / 10 + torch.linspace(-1, 1, 256).reshape(
+        1, 4, 8, 8
+    )
+    text, steps = torch.ones(rows, 2, 16), torch.full((rows,), 5)
+    return (unet(latents, steps, text).sample - latents).square().mean(dim=(1, 2, 3)).sum()
+
+
+def unet_of(folder: Path) -> torch.nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_unet_trains_resumes_and_is_written_with_averages(tiny_sd: Path, tmp_path: Path, rank: int) -> None:
+    """Whole or through adapters, with recomputed activations; published as its library loads it."""
+    flags = ["--learning_rate", "0.01", "--save_steps", "2", "--logging_steps", "1", "--gradient_checkpointing"]
+    flags += ["--per_device_train_batch_size", "2", "--max_steps", "4"]
+    targets = ["to_k", "to_q", "to_v", "to_out.0"]
+
+    def model() -> torch.nn.Module:
+        unet = unet_of(tiny_sd / "unet")
+        if rank:
+            adapters.add_lora(unet, rank, 8, 0.0, targets, 1)
+        return unet
+
+    def losses(folder: Path, *more: str) -> tuple[Engine, torch.nn.Module, list[float]]:
+        engine, unet, steps = run(folder, *flags, *more, rows=8, buckets=1, model=model(), loss=denoised)
+        return engine, unet, [loss for *_, loss in steps]
+
+    engine, unet, straight = losses(tmp_path / "straight")
+    assert unet.is_gradient_checkpointing
+    source = ("--resume_from_checkpoint", str(tmp_path / "straight" / "checkpoint-2"))
+    assert losses(tmp_path / "again", *source)[2] == straight[2:]
+    trained = {name: parameter.detach() for name, parameter in unet.named_parameters() if parameter.requires_grad}
+    averages = {name: parameter + 0.5 for name, parameter in trained.items()}
+    engine.run.save_model(tmp_path / "own")
+    engine.run.save_model(tmp_path / "averaged", override=averages)
+    own, averaged = (unet_of(tmp_path / name) for name in ("own", "averaged"))
+    batch = {"inputs": torch.ones(1, 3)}
+    unet.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(denoised(own, batch), denoised(unet, batch))
+        unchanged = denoised(unet, batch)
+        for name, parameter in unet.named_parameters():
+            parameter.copy_(averages.get(name, parameter))
+        torch.testing.assert_close(denoised(averaged, batch), denoised(unet, batch))
+        assert (denoised(averaged, batch) - unchanged).abs() > 1e-3
+    if rank:
+        file = load_file(tmp_path / "averaged" / "adapter" / adapters.WEIGHTS)
+        assert all(torch.equal(tensor, file[adapters.file_name(name)]) for name, tensor in averages.items())
+
+
+def test_a_model_of_diffusers_that_cannot_recompute_is_refused(tmp_path: Path) -> None:
+    from diffusers import T2IAdapter
+
+    with pytest.raises(UserError, match="--gradient_checkpointing: T2IAdapter cannot do it; leave it out"):
+        run(tmp_path, "--gradient_checkpointing", model=T2IAdapter(channels=[8], num_res_blocks=1))
+
+
+def test_averages_of_a_model_without_adapters_are_written_and_it_keeps_its_own(tmp_path: Path) -> None:
+    engine, model, _ = run(tmp_path / "run", "--max_steps", "1", "--save_strategy", "no")
+    before = weights(model).clone()
+    override = {"head.weight": torch.full_like(model.head.weight, 2.0)}
+    (tmp_path / "out").mkdir()
+    engine.run.save_model(tmp_path / "out", override=override)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(saved["head.weight"], override["head.weight"])
+    assert torch.equal(saved["head.bias"], model.head.bias)
+    assert saved.keys() == model.state_dict().keys()
+    assert torch.equal(weights(model), before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,3 +150,44 @@ def test_nothing_half_written_is_left(trained: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
+
+
+def changed_unet(pipeline: Path) -> torch.nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel.from_pretrained(pipeline / "unet")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1 / 3
+    return model
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_pipelines_trained_part_goes_to_its_place(tiny_sd: Path, tmp_path: Path, averaged: bool) -> None:
+    """A checkpoint beside the pipeline's other parts becomes a pipeline; averaged weights are those that draw."""
+    from diffusers import StableDiffusionPipeline
+
+    model = changed_unet(tiny_sd)
+    averages = {name: parameter + 1 for name, parameter in model.named_parameters()}
+
+    def write(main: OnMain, folder: Path) -> None:
+        main(state.save_model, model, folder)
+        for part in ("model_index.json", "scheduler", "vae", "text_encoder", "tokenizer"):
+            path = tiny_sd / part
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / part)
+        if averaged:
+            main(state.save_tensors, averages | {"/steps": torch.tensor(3)}, folder / "ema.safetensors")
+
+    export.export(checkpoint.save(tmp_path, 1, write), tmp_path / "out", "bf16")
+    assert not {"config.json", "ema.safetensors", "model.safetensors"} & {p.name for p in (tmp_path / "out").iterdir()}
+    loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.state_dict()
+    for name, tensor in (averages if averaged else model.state_dict()).items():
+        assert torch.equal(loaded[name], tensor.detach().bfloat16().float()), name
+
+
+def test_a_lone_part_of_a_pipeline_loads_by_itself(tiny_sd: Path, tmp_path: Path) -> None:
+    model = changed_unet(tiny_sd)
+    folder = checkpoint.save(tmp_path, 1, lambda main, at: main(state.save_model, model, at))
+    export.export(folder, tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

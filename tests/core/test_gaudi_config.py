@@ -63,12 +63,17 @@ def test_published_names_have_hyphens(tmp_path, monkeypatch):
         ("bert-large-uncased-whole-word-masking", "bert"),
         ("llama", "llama"),
         ("falcon", "falcon"),
+        ("stable-diffusion", "stable_diffusion"),
+        ("stable-diffusion-2", "stable_diffusion_2"),
+        ("stable-diffusion-xl-base", "stable_diffusion_xl"),
     ],
 )
 def test_a_published_name_means_its_family(name, family, capsys):
     assert gaudi_config.find(f"Habana/{name}") == CONFIGS_DIR / f"{family}.json"
     assert f"Habana/{name} is read from gaudi_configs/{family}.json" in capsys.readouterr().out
-    if name != family:
+    if name.replace("-", "_") == family:
+        assert gaudi_config.find(name) == gaudi_config.find(family) == CONFIGS_DIR / f"{family}.json"
+    else:
         with pytest.raises(UserError, match="no configuration"):
             gaudi_config.find(name)
 

@@ -240,6 +240,7 @@ def test_parquet_with_the_files_in_it(tmp_path: Path, arguments: Any, capsys: An
     found = load_pictures(args)
     for split, rows in found.items():
         assert rows.column_names == ["image", "label"]
+        assert rows.features["image"] == Image(decode=False)
         pictures = Pictures(rows, PETS, split, args)
         assert values(pictures) == [1, 2, 3]
         assert pictures.labels.tolist() == [1, 0, 0]
@@ -325,6 +326,49 @@ def test_a_shuffled_choice_of_rows_stays_together(arguments: Any) -> None:
     for at, value in enumerate(values(pictures)):
         assert pictures.path(at) == f"{value // 10}.png"
         assert pictures.labels[at] == value // 10 % 2
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+@pytest.mark.parametrize("label", [True, False])
+def test_images_without_classes(split: str, label: bool, arguments: Any, capsys: Any) -> None:
+    """Nothing is asked of the labels, whatever they are."""
+    args = arguments(test_dir="some/folder", train_dir="some/folder")
+    del args.label_column_name
+    pictures = Pictures(in_memory(3, label), None, split, args)
+    assert pictures.labels.dtype == np.int64
+    assert [pictures[at] for at in range(3)] == [{"number": at, "label": -100} for at in range(3)]
+    assert values(pictures) == [0, 10, 20]
+    assert not pictures.known().any()
+    assert capsys.readouterr().out == f"{split}: 3 images\n"
+
+
+def test_a_view_is_whatever_is_shown(arguments: Any) -> None:
+    def show(image: Any, rng: np.random.Generator) -> tuple[int, float]:
+        return decode(image, 1).getpixel((0, 0)), rng.random()
+
+    rows = in_memory(3, row1={"bytes": grey(1)[:30], "path": None})
+    pictures = Pictures(rows, None, "train", arguments())
+    assert pictures.view(2, show, np.random.default_rng(5)) == (20, np.random.default_rng(5).random())
+    assert pictures.view(1, show, np.random.default_rng(5)) is None
+    pictures = Pictures(rows, None, "train", arguments(on_bad_image="fail"))
+    assert pictures.view(0, show, np.random.default_rng(5))[0] == 0
+    with pytest.raises(UserError, match=r"^train image 2 of 3 cannot be read .*or give --on_bad_image skip$"):
+        pictures.view(1, show, np.random.default_rng(5))
+
+
+def test_how_many_images_are_smaller(tmp_path: Path, arguments: Any, monkeypatch: Any) -> None:
+    """By the shorter side, also of one that is turned; what cannot be opened is not counted."""
+    exif = Pillow.Exif()
+    exif[0x0112] = 6
+    Pillow.new("RGB", (30, 8)).save(tmp_path / "turned.jpg", exif=exif)
+    kinds = [grey(0, (9, 9)), grey(0, (8, 20)), grey(0, (20, 8)), (tmp_path / "turned.jpg").read_bytes(), b"none"]
+    rows = Dataset.from_dict({"image": [{"bytes": kind, "path": None} for kind in kinds]})
+    pictures = Pictures(rows, None, "train", arguments())
+    assert [pictures.smaller_than(side) for side in (8, 9, 10)] == [(0, 4), (3, 4), (4, 4)]
+    assert Pictures(rows.select([]), None, "train", arguments()).smaller_than(9) == (0, 0)
+    many = Pictures(rows.select([1] * 1500 + [0] * 1500), None, "train", arguments())
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)  # only headers are read
+    assert many.smaller_than(9) == (500, 1000)
 
 
 # --- Prepare, in a loader ---------------------------------------------------------------------------------------------

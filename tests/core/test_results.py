@@ -326,6 +326,49 @@ def test_prediction_has_the_batch_of_evaluation():
     assert "batch_size: 2, not 4" in line(figure | {"batch_size": 4}, RUN)
 
 
+DRAWN = {
+    "metric": "generate_images_per_second",
+    "value": 2.0,
+    "device": "gaudi2",
+    "world_size": 1,
+    "batch_size": 7,
+    "model": "stable-diffusion-v1-4",
+    "precision": "bf16",
+    "num_inference_steps": 50,
+    "height": 512,
+    "pass_rule": ">= 0.95*value",
+}
+DRAWS = {
+    "device": {"name": "gaudi2", "execution_mode": "lazy", "precision": "bf16 autocast"},
+    "do_train": False,
+    "batch_size": 7,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 8,
+    "model_name_or_path": "CompVis/stable-diffusion-v1-4",
+    "num_inference_steps": 50,
+    "height": 512,
+    "max_steps": -1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"do_train": True, "max_steps": 9, "max_train_samples": 5, "max_eval_samples": 5}, ""),
+        ({"dataset_name": "some/captions", "dataset_config_name": "all"}, ""),
+        ({"batch_size": 1}, "batch_size: 1, not 7"),
+        ({"num_inference_steps": 20}, "num_inference_steps: 20, not 50"),
+        ({"height": None}, "height: None, not 512"),
+        ({"model_name_or_path": "CompVis/stable-diffusion-v1-1"}, "model: CompVis/stable-diffusion-v1-1, not"),
+    ],
+)
+def test_generation_has_its_own_batch_and_no_data(change, reason):
+    text = line(DRAWN, DRAWS | change, {"generate_images_per_second": 1.0})
+    assert ("  0.500  " in text) == (not reason)
+    assert text.endswith("reported elsewhere; >= 0.95*value") if not reason else f"not comparable: {reason}" in text
+
+
 @pytest.mark.parametrize(
     ("published", "here", "same"),
     [
@@ -360,3 +403,48 @@ def test_every_published_number_is_reported_elsewhere_whatever_the_file_claims()
 
 def test_nothing_published_prints_nothing():
     assert compare_with_published([], METRICS, RUN) == []
+
+
+def pipeline_in(folder, *signs):
+    """A pipeline's folder with the user's own beside it; ``signs`` are of a run."""
+    (folder / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "X"], "vae": ["a", "b"], "scale": 2}))
+    for name in (
+        "unet/config.json",
+        "vae/config.json",
+        "scale/mine",
+        "mine/x",
+        "images/0001.png",
+        "images/me.jpg",
+        *signs,
+    ):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("")
+    return Namespace(output_dir=str(folder), do_train=True, resume_from_checkpoint=None, overwrite_output_dir=True)
+
+
+def test_a_runs_pipeline_and_images_make_room_and_nothing_else(tmp_path):
+    drawn = (
+        "images/contact_sheet.png",
+        "validation_images/step-2/contact_sheet.png",
+        "validation_images/step-2/0001.png",
+    )
+    args = pipeline_in(tmp_path, "all_results.json", "validation_images/step-000003.png", "loss_curve.png", *drawn)
+    with pytest.raises(UserError, match="holds another run"):
+        results.claim_output_dir(Namespace(**vars(args) | {"overwrite_output_dir": False}), "x")
+    assert results.claim_output_dir(args, "x") == tmp_path
+    results.clear_output_dir(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["images/me.jpg", "mine/x", "scale/mine"]
+    assert not (tmp_path / "unet").exists()
+
+
+def test_a_pipeline_that_no_run_has_left_is_kept(tmp_path):
+    args = pipeline_in(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="holds a pipeline that no run has left there; give another folder"):
+        results.claim_output_dir(args, "x")
+    results.clear_output_dir(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    for change in ({"do_train": False}, {"resume_from_checkpoint": "auto"}):
+        assert results.claim_output_dir(Namespace(**vars(args) | change), "x") == tmp_path

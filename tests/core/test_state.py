@@ -182,3 +182,59 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
         state.load_model(nn.Linear(2, 2), tmp_path)
     with pytest.raises(UserError, match="holds no such file"):
         state.load_model(nn.Linear(2, 2), tmp_path / "absent")
+
+
+def unet_of(pipeline: Path) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel.from_pretrained(pipeline / "unet")
+
+
+def test_a_model_of_diffusers_is_saved_and_put_back(tiny_sd: Path, tmp_path: Path) -> None:
+    """In a checkpoint under our name, with the weights that are given; published as its own library writes it."""
+    model, other = unet_of(tiny_sd), unet_of(tiny_sd)
+    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    state.save_model(model, tmp_path / "own")
+    state.save_model(model, tmp_path / "given", changed)
+    assert {path.name for path in (tmp_path / "given").iterdir()} == {"config.json", "model.safetensors"}
+    for folder, expected in (("given", changed), ("own", model.state_dict())):
+        state.load_model(other, tmp_path / folder)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_dict().items())
+    state.save_model(model, tmp_path / "published", changed, publish=True)
+    model.save_pretrained(tmp_path / "peer")
+    names = {path.name for path in (tmp_path / "published").iterdir()}
+    assert names == {path.name for path in (tmp_path / "peer").iterdir()}
+    loaded = type(model).from_pretrained(tmp_path / "published").state_dict()
+    assert loaded.keys() == changed.keys()
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("publish", [True, False])
+def test_weights_beyond_one_file_have_an_index(
+    tiny_sd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: bool
+) -> None:
+    monkeypatch.setattr(state, "SHARD", "40KB")
+    model = unet_of(tiny_sd)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    state.save_model(model, tmp_path, publish=publish)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert len(list(tmp_path.glob("*.safetensors.index.json"))) == 1
+    other = unet_of(tiny_sd)
+    if publish:
+        other = type(model).from_pretrained(tmp_path)
+    else:
+        state.load_model(other, tmp_path)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_other_values_take_their_parameters_places_under_all_names() -> None:
+    """A tied weight has a second name, under which its old value must not come back."""
+    model = Tied()
+    average = {"embedding.weight": torch.full((7, 4), 2.0)}
+    found = state.with_others(model, None, average)
+    assert found.keys() == {"embedding.weight", "view"}
+    assert torch.equal(found["embedding.weight"], average["embedding.weight"])
+    gathered = {"embedding.weight": torch.zeros(7, 4), "view": torch.ones(3)}
+    assert state.with_others(model, gathered, average).keys() == gathered.keys()
+    assert not gathered["embedding.weight"].any()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from argparse import Namespace
+from io import BytesIO
 
+import numpy as np
 import pytest
 from accelerate import PartialState
 from accelerate.tracking import GeneralTracker
+from PIL import Image
 
 from core import errors, tracking
 from core.errors import UserError
@@ -243,3 +246,64 @@ def test_no_loss_no_curve(tmp_path):
     tracker.log({"accuracy": 1.0}, 1)
     tracker.finish()
     assert not (tmp_path / "loss_curve.png").exists()
+
+
+def squares(number: int) -> list[np.ndarray]:
+    return [np.full((4, 6, 3), 40 * (at + 1), dtype=np.uint8) for at in range(number)]
+
+
+def test_images_are_shown_in_tensorboard_and_not_in_the_csv(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = Tracker(arguments(report_to=["tensorboard"], run_name="run"), tmp_path, total_steps=4)
+    for step in (2, 4):
+        tracker.log_images("validation", squares(3), step)
+    tracker.finish()
+    accumulator = EventAccumulator(str(tmp_path / "logs" / "run"))
+    accumulator.Reload()
+    shown = accumulator.Images("validation")
+    assert [event.step for event in shown] == [2, 4]
+    pixels = np.asarray(Image.open(BytesIO(shown[0].encoded_image_string)))
+    assert sorted(set(pixels.ravel().tolist()) - {0}) == [40, 80, 120]  # side by side, as they are
+    assert read_csv(tmp_path / "logs" / "metrics.csv") == []
+
+
+class Showing(GeneralTracker):
+    name = "showing"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[dict, int]] = []
+
+    def log(self, values, step=None, **kwargs):
+        pass
+
+    def log_images(self, values, step=None):
+        if step == 2:
+            raise ConnectionError("no route")
+        self.seen.append((values, step))
+
+
+@pytest.mark.parametrize(("name", "keys"), [("wandb", ["draw"]), ("aim", ["draw_1", "draw_2"])])
+def test_other_trackers_take_images_as_they_can(tmp_path, monkeypatch, caplog, name, keys):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [name])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, type("Named", (Showing,), {"name": name}))
+    monkeypatch.setattr(errors, "_warned", set())
+    tracker = Tracker(arguments(report_to=[name]), tmp_path, total_steps=2)
+    service = tracker.trackers[1]
+    for step in (1, 2, 3):
+        tracker.log_images("draw", squares(2), step)
+    (values, step), *more = service.seen
+    assert (list(values), step, more) == (keys, 1, [])
+    assert np.array_equal(np.stack(values["draw"] if keys == ["draw"] else list(values.values())), squares(2))
+    assert caplog.messages == [f"--report_to {name} stopped (ConnectionError('no route')); metrics.csv has all records"]
+
+
+def test_a_tracker_without_images_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["failing"])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    tracker = Tracker(arguments(report_to=["failing"]), tmp_path, total_steps=2)
+    tracker.log_images("draw", squares(1), 1)
+    assert len(tracker.trackers) == 2
