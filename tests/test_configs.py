@@ -29,6 +29,7 @@ def changes(old: dict, new: dict, prefix: str = "") -> dict[str, tuple]:
 
 def test_the_files_are_there():
     families = {"bart", "bert", "falcon", "gpt2", "llama", "roberta", "t5"}
+    families |= {"stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl"}
     assert families <= {path.stem for path in GAUDI_DIR.glob("*.json")}
     names = {"zero1.json", "zero2.json", "zero2_offload.json", "zero3.json", "zero3_offload.json"}
     assert {path.name for path in DEEPSPEED_DIR.iterdir()} == {*names, "README.md"}
@@ -46,14 +47,17 @@ def test_gaudi_configurations_load(path: Path):
     GaudiConfig.from_pretrained(path.stem)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "gpt2", "roberta", "llama", "falcon"])
+@pytest.mark.parametrize(
+    "name", ["t5", "bart", "gpt2", "roberta", "llama", "falcon", "stable_diffusion", "stable_diffusion_xl"]
+)
 def test_most_use_the_fused_kernels_and_leave_precision_to_the_flag(name: str):
     assert GaudiConfig.from_pretrained(name) == GaudiConfig(use_fused_adam=True, use_fused_clip_norm=True)
 
 
-def test_the_one_published_for_bert_switches_autocast_on():
+@pytest.mark.parametrize("name", ["bert", "stable_diffusion_2"])
+def test_some_are_published_with_autocast(name: str):
     expected = GaudiConfig(use_torch_autocast=True, use_fused_adam=True, use_fused_clip_norm=True)
-    assert GaudiConfig.from_pretrained("bert") == expected
+    assert GaudiConfig.from_pretrained(name) == expected
 
 
 ZERO = "zero_optimization."

@@ -10,6 +10,7 @@ import shlex
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,8 @@ FIGURES = {
     "falcon_40b_gaudi3_8x1_lora_guanaco": 3,
     "flan_t5_xxl_gaudi2_8x22": 6,
     "flan_t5_xxl_gaudi3_8x22": 3,
+    "flux_1_schnell_gaudi2_1x1": 1,
+    "flux_1_schnell_gaudi3_1x1": 1,
     "gemma_2b_it_gaudi2_1x4": 3,
     "gemma_2b_it_gaudi2_1x4_eager": 3,
     "gemma_2b_it_gaudi2_8x4": 3,
@@ -85,11 +88,27 @@ FIGURES = {
     "meta_llama_3_1_8b_gaudi2_8x1_lora_alpaca_fp8": 2,
     "mistral_7b_instruct_v0_2_gaudi2_1x8_lora_alpaca_fp8": 2,
     "mistral_7b_instruct_v0_2_gaudi3_1x8_lora_alpaca_fp8": 2,
+    "qwen_image_gaudi2_1x1": 1,
+    "qwen_image_gaudi3_1x1": 1,
     "roberta_base_gaudi1_8x24": 3,
     "roberta_base_gaudi2_8x32": 3,
     "roberta_large_gaudi1_8x8": 3,
     "roberta_large_gaudi2_8x16": 3,
     "roberta_large_gaudi3_8x16": 3,
+    "stable_diffusion_2_1_gaudi1_1x7": 1,
+    "stable_diffusion_2_1_gaudi2_1x7": 1,
+    "stable_diffusion_2_1_gaudi3_1x7": 1,
+    "stable_diffusion_3_medium_diffusers_gaudi2_1x1": 1,
+    "stable_diffusion_3_medium_diffusers_gaudi3_1x1": 1,
+    "stable_diffusion_v1_4_a100_80g_1x1": 1,
+    "stable_diffusion_v1_4_gaudi1_1x7": 2,
+    "stable_diffusion_v1_4_gaudi1_1x8": 1,
+    "stable_diffusion_v1_4_gaudi2_1x7": 2,
+    "stable_diffusion_v1_4_gaudi2_1x8": 1,
+    "stable_diffusion_v1_4_gaudi3_1x7": 2,
+    "stable_diffusion_xl_base_1_0_gaudi1_1x7": 1,
+    "stable_diffusion_xl_base_1_0_gaudi2_1x7": 1,
+    "stable_diffusion_xl_base_1_0_gaudi3_1x7": 1,
     "swin_base_patch4_window7_224_in22k_gaudi1_1x64": 3,
     "swin_base_patch4_window7_224_in22k_gaudi1_8x64": 3,
     "swin_base_patch4_window7_224_in22k_gaudi2_1x160": 6,
@@ -116,29 +135,37 @@ RUN_FILES = {
     for path in sorted((REPOSITORY / "recipes").glob("*/*.json"))
 }
 PUBLISHED = [name for name, path in RUN_FILES.items() if json.loads(path.read_text(encoding="utf-8")).get("published")]
-METRIC = re.compile(r"(train|eval|predict)_(rouge(1|2|L|Lsum)|runtime|samples_per_second|loss|accuracy)|perplexity")
-TEXTS = ("model", "data", "device", "source")
+METRIC = re.compile(
+    r"(train|eval|predict)_(rouge(1|2|L|Lsum)|runtime|samples_per_second|loss|accuracy)|perplexity"
+    r"|generate_(images_per_second|seconds_per_image|clip_score)"
+)
+TEXTS = ("model", "device", "source")
 NUMBERS = ("value", "world_size", "batch_size")
 
 
 @functools.cache
-def groups_of(recipe: str) -> tuple[type, ...]:
-    """The argument dataclasses that a recipe's ``main`` parses with, besides the shared ones."""
-    module, groups = load_recipe(recipe), []
+def asked_by(recipe: str) -> tuple[tuple[type, ...], dict[str, Any]]:
+    """What a recipe's ``main`` parses with: its argument dataclasses besides the shared ones, and the options."""
+    module, asked = load_recipe(recipe), []
 
-    def ask(argv: list[str], *asked: type, **_: object) -> None:
-        groups.extend(asked)
+    def ask(argv: list[str], *groups: type, built_in: object = None, **options: Any) -> None:
+        asked.append((groups, options))
         raise InterruptedError
 
     module.parse_arguments = ask
     with suppress(InterruptedError):
         module.main([])
-    return tuple(groups)
+    return asked[0]
+
+
+def groups_of(recipe: str) -> tuple[type, ...]:
+    return asked_by(recipe)[0]
 
 
 @functools.cache
 def parse(path: Path) -> Namespace:
-    return parse_arguments(["--config", str(path)], *groups_of(path.parent.name), description="")
+    groups, options = asked_by(path.parent.name)
+    return parse_arguments(["--config", str(path)], *groups, **options)
 
 
 @pytest.fixture(params=RUN_FILES)
@@ -232,7 +259,8 @@ def test_figures_are_numbers_with_provenance(published):
     for figure in figures:
         assert figure["status"] == "reported elsewhere"
         assert METRIC.fullmatch(figure["metric"])
-        assert all(isinstance(figure[key], str) and figure[key].strip() for key in TEXTS)
+        texts = TEXTS if figure["metric"].startswith("generate_") else (*TEXTS, "data")
+        assert all(isinstance(figure[key], str) and figure[key].strip() for key in texts)
         assert all(type(figure[key]) in (int, float) and 0 < figure[key] < math.inf for key in NUMBERS)
         assert re.fullmatch(r"(<=|>=) (0\.\d+|1\.\d+)\*value|", figure.get("pass_rule", ""))
         assert figure.get("historical", True) is True
@@ -271,6 +299,7 @@ def test_caveats_stand_beside_the_figures(published):
     assert any(figure.get("historical", False) for figure in figures) == ("Historical" in caveats)
     assert ("max_steps" in content["args"]) == ("max_steps" in caveats)
     throughput = any(figure["metric"].endswith("samples_per_second") and "pass_rule" in figure for figure in figures)
+    throughput |= any(figure["metric"].endswith(("images_per_second", "seconds_per_image")) for figure in figures)
     assert not throughput or f"leave out the first {content['args']['throughput_warmup_steps']} " in caveats
     assert (content["args"].keys() & INSTEAD.keys() != set()) == ("the figures are not comparable" in caveats)
     assert any(figure["device"] == "unspecified" for figure in figures) == ("which generation" in caveats)
@@ -344,3 +373,28 @@ def test_runs_of_one_model_differ_only_where_their_devices_do():
         args = [read_run_file(RUN_FILES[name])["args"] for name in (old, new)]
         changed = {name for name in args[0] | args[1] if args[0].get(name) != args[1].get(name)}
         assert changed == published_otherwise.get(new, set()), new
+
+
+def test_what_is_drawn_leaves_batches_to_time():
+    drawing = [name for name in PUBLISHED if "do_generate" in read_run_file(RUN_FILES[name])["args"]]
+    assert len(drawing) == 18
+    for name in drawing:
+        content = read_run_file(RUN_FILES[name])
+        args, caveats = content["args"], " ".join(content["caveats"])
+        assert args["scheduler"] == "default" or args["timestep_spacing"] == "leading", "as measured: the model's own"
+        images = args["num_images_per_prompt"] * len(args["prompts"])
+        assert images % args["batch_size"] == 0, "no image only fills a batch"
+        left = images // args["batch_size"] - args["throughput_warmup_steps"]
+        assert left > 0
+        assert f"of {images} images in batches of " in caveats
+        assert (f", {left} batches are left" if left > 1 else ", one batch is left") in caveats
+        assert all(figure["batch_size"] == args["batch_size"] for figure in content["published"])
+
+
+def test_the_articles_latencies_make_the_ratios_that_it_prints():
+    latency = {
+        device: figures_of(f"stable_diffusion_v1_4_{device}_1x{batch}")["generate_seconds_per_image"]
+        for device, batch in (("gaudi1", 8), ("gaudi2", 8), ("a100_80g", 1))
+    }
+    ratios = {device: f"x{latency['gaudi1'] / seconds:.2f}" for device, seconds in latency.items()}
+    assert ratios == {"gaudi1": "x1.00", "gaudi2": "x3.51", "a100_80g": "x1.24"}

@@ -56,6 +56,30 @@ def test_image_classification_knows_97_of_100_digits_that_it_never_saw(tmp_path:
         assert f"(predict_{page}.png)" in card
 
 
+def test_text_to_image_draws_digits_that_a_judge_recognises_and_diffusers_loads_them(tmp_path: Path) -> None:
+    results, said = run(tmp_path / "run", "text_to_image", "--gaudi_config", "gaudi_configs/stable_diffusion.json")
+    assert results["generate_images"] == 300
+    assert results["generate_recognised"] >= 0.95
+    assert 0.95 < results["generate_recognised_real"] < 1  # a judge of 540 other images: not one of these
+    assert "generate_recognised " in said
+    assert "generate_recognised_real" in said
+    pictures = sorted((tmp_path / "run" / "images").glob("0*.png"))
+    assert len(pictures) == 300
+    assert (tmp_path / "run" / "images" / "contact_sheet.png").stat().st_size > 10_000
+    program = (
+        "import sys, torch, diffusers, numpy, PIL.Image\n"
+        "pipe = diffusers.StableDiffusionPipeline.from_pretrained(sys.argv[1])\n"
+        "how = dict(num_inference_steps=25, guidance_scale=2.0, generator=torch.Generator().manual_seed(42))\n"
+        "drawn = numpy.asarray(pipe('a handwritten zero', **how).images[0], int)\n"
+        "assert drawn.shape == (32, 32, 3)\n"
+        "print('difference', abs(drawn - numpy.asarray(PIL.Image.open(sys.argv[2]), int)).max())"
+    )
+    command = [sys.executable, "-c", program, tmp_path / "run", pictures[0]]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split("difference")[1]) <= 2, done.stdout  # levels of 255, of another batch size
+
+
 def test_summarization_beats_what_needs_no_model(tmp_path: Path) -> None:
     results, _ = run(tmp_path / "run", "summarization", "--gaudi_config", "gaudi_configs/t5.json")
     for phase in ("eval", "predict"):
