@@ -4,7 +4,7 @@ One device:    python recipes/text_to_image/run.py --gaudi_config gaudi_configs/
 Eight devices: python gaudi_spawn.py --world_size 8 recipes/text_to_image/run.py --gaudi_config stable_diffusion
 
 Without a model and data it learns to draw the handwritten digits that scikit-learn brings, as a whole small pipeline.
-Expected: of 300 drawn digits at least 95 % are recognised by a judge that knows others only, in two minutes on two cores.
+Expected: a judge that knows other digits only recognises 95 % or more of 300 drawn ones, in two minutes on two cores.
 """
 
 # --- Bootstrap and imports --------------------------------------------------------------------------------------------
