@@ -98,6 +98,9 @@ FIGURES = {
     "stable_diffusion_2_1_gaudi1_1x7": 1,
     "stable_diffusion_2_1_gaudi2_1x7": 1,
     "stable_diffusion_2_1_gaudi3_1x7": 1,
+    "stable_diffusion_2_inpainting_gaudi1_1x4": 1,
+    "stable_diffusion_2_inpainting_gaudi2_1x4": 1,
+    "stable_diffusion_2_inpainting_gaudi3_1x4": 1,
     "stable_diffusion_3_medium_diffusers_gaudi2_1x1": 1,
     "stable_diffusion_3_medium_diffusers_gaudi3_1x1": 1,
     "stable_diffusion_v1_4_a100_80g_1x1": 1,
@@ -106,6 +109,9 @@ FIGURES = {
     "stable_diffusion_v1_4_gaudi2_1x7": 2,
     "stable_diffusion_v1_4_gaudi2_1x8": 1,
     "stable_diffusion_v1_4_gaudi3_1x7": 2,
+    "stable_diffusion_xl_1_0_inpainting_0_1_gaudi1_1x4": 1,
+    "stable_diffusion_xl_1_0_inpainting_0_1_gaudi2_1x4": 1,
+    "stable_diffusion_xl_1_0_inpainting_0_1_gaudi3_1x4": 1,
     "stable_diffusion_xl_base_1_0_gaudi1_1x7": 1,
     "stable_diffusion_xl_base_1_0_gaudi2_1x7": 1,
     "stable_diffusion_xl_base_1_0_gaudi3_1x7": 1,
@@ -377,7 +383,7 @@ def test_runs_of_one_model_differ_only_where_their_devices_do():
 
 def test_what_is_drawn_leaves_batches_to_time():
     drawing = [name for name in PUBLISHED if "do_generate" in read_run_file(RUN_FILES[name])["args"]]
-    assert len(drawing) == 18
+    assert len(drawing) == 24
     for name in drawing:
         content = read_run_file(RUN_FILES[name])
         args, caveats = content["args"], " ".join(content["caveats"])

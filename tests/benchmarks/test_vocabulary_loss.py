@@ -7,6 +7,7 @@ import pytest
 from benchmarks import vocabulary_loss
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_loss_needs_a_third_of_the_memory() -> None:
     """Of a narrow head, so that the weight's gradient is small. One copy more would be a unit, in bf16 a half."""

@@ -207,6 +207,7 @@ def test_two_ranks_have_the_numbers_of_one(
     assert_same_predictions(two[f"{kind}_{strategy}"], alone[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), pairs_at(4))
 def test_four_ranks_have_the_numbers_of_one(
     kind: str, strategy: str, four: dict[str, Ran], alone: dict[str, Ran]
@@ -268,6 +269,7 @@ def test_two_ranks_go_on_where_they_stopped_bit_for_bit(two: dict[str, Ran]) -> 
     assert predictions(resumed) == predictions(straight)
 
 
+@pytest.mark.slow
 def test_four_ranks_go_on_where_two_stopped(four: dict[str, Ran], alone: dict[str, Ran]) -> None:
     assert_same(four["resumed"], alone["mixed"], last=STEPS - STOP)
 

@@ -151,6 +151,7 @@ def test_two_ranks_have_the_numbers_of_one(
     assert_same(two[f"{kind}_{strategy}"], alone[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), pairs_at(4))
 def test_four_ranks_have_the_numbers_of_one(
     kind: str, strategy: str, four: dict[str, Ran], alone: dict[str, Ran]
