@@ -15,6 +15,7 @@ def test_the_formulas_give_the_papers_own_numbers() -> None:
     assert zero_memory.formula("zero3_offload", 1) == zero_memory.formula("zero3", 1) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_the_table_of_the_middle_sized_model_is_what_is_counted() -> None:
     assert zero_memory.stored("states") == zero_memory.states_table()

@@ -249,6 +249,7 @@ def test_a_master_whose_own_name_leads_to_its_loopback(machines):
         assert one.stdout.splitlines()[0] == f"[3.0] {interface}"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_machines_that_reach_the_first_but_not_each_other(machines):
     ip("-n", machines.names[1], "route", "add", "blackhole", "10.231.7.3/32")

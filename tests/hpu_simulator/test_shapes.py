@@ -130,6 +130,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_is_found_and_the_next_does_not_fit(tmp_path: Path) -> None:
     """One row is 2**11 vectors of 2**15 numbers: 256 MiB in and out of the layer."""
     script = tmp_path / "script.py"
