@@ -7,15 +7,17 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import adapters, checkpoint
+from core import adapters, checkpoint, ema
 from core.errors import UserError, exit_with_one_line, read_json_object, say
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-AVERAGES = "ema.safetensors"  # of the trained parameters, by their names in the model
 # What only goes on with training needs. Everything else is the model: weights, configuration, tokenizer, processor.
-TRAINING = ("checkpoint.json", "state.json", "rank-*.json", "rng.safetensors", "optimizer*.safetensors", AVERAGES)
+TRAINING = (
+    "checkpoint.json", "state.json", "learned_from.json", "rank-*.json", "rng.safetensors", "optimizer*.safetensors",
+    ema.FILE,
+)  # fmt: skip
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", adapters.WEIGHTS)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -52,7 +54,7 @@ def export(source: Path, folder: Path, dtype: str = "fp32") -> None:
     adapted = (source / adapters.WEIGHTS).exists()
     saved = TensorFiles(*sorted(source.glob(adapters.WEIGHTS if adapted else WEIGHTS[0])))
     wanted = getattr(torch, DTYPES[dtype])
-    averages = {adapters.file_name(name): t for path in source.glob(AVERAGES) for name, t in TensorFiles(path).items()}
+    averages = {adapters.file_name(name): t for path in source.glob(ema.FILE) for name, t in TensorFiles(path).items()}
     whole = {name: averages.get(name, tensor) for name, tensor in saved.items()}
     weights = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in whole.items()}
     half = folder.with_name(f".{folder.name}.half")

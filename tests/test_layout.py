@@ -36,7 +36,7 @@ LEVELS = [
 # Within a level these build on each other, in this direction only.
 WITHIN = {
     ("splits", "distributed"), ("deepspeed_config", "gaudi_config"), ("state", "checkpoint"),
-    ("export", "checkpoint"), ("export", "state"), ("distributed", "gradients"), ("stream", "data"),
+    ("export", "checkpoint"), ("export", "state"), ("export", "ema"), ("distributed", "gradients"), ("stream", "data"),
     ("documents", "data"), ("arguments", "run_files"), ("augment", "images"), ("processing", "images"),
     ("model_card", "pages"), ("splits", "labels"), ("pictures", "data"), ("captions", "pictures"),
     ("drawing", "pipelines"), ("encoders", "pipelines"), ("ema", "state"), ("examples", "captions"),

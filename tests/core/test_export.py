@@ -175,11 +175,13 @@ def test_a_pipelines_trained_part_goes_to_its_place(tiny_sd: Path, tmp_path: Pat
         for part in ("model_index.json", "scheduler", "vae", "text_encoder", "tokenizer"):
             path = tiny_sd / part
             (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / part)
+        (folder / "learned_from.json").write_text("{}")
         if averaged:
             main(state.save_tensors, averages | {"/steps": torch.tensor(3)}, folder / "ema.safetensors")
 
     export.export(checkpoint.save(tmp_path, 1, write), tmp_path / "out", "bf16")
-    assert not {"config.json", "ema.safetensors", "model.safetensors"} & {p.name for p in (tmp_path / "out").iterdir()}
+    training = {"config.json", "ema.safetensors", "learned_from.json", "model.safetensors"}
+    assert not training & {path.name for path in (tmp_path / "out").iterdir()}
     loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.state_dict()
     for name, tensor in (averages if averaged else model.state_dict()).items():
         assert torch.equal(loaded[name], tensor.detach().bfloat16().float()), name
