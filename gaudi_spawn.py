@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # from any working directory
 
 from core.errors import UserError, exit_with_one_line
-from core.launcher import DEFAULT_PORT, DistributedRunner
+from core.launcher import DEFAULT_PORT, SAVING, DistributedRunner
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +32,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="the script trains with --deepspeed; with --hostfile its launcher starts it",
     )
     parser.add_argument("--master_port", type=int, default=DEFAULT_PORT, help="rendezvous port (default: a free one)")
+    parser.add_argument(
+        "--grace_seconds",
+        type=float,
+        default=SAVING,
+        help="from SIGTERM, or a rank's exit code 75, until ranks that still save are killed (default: %(default)g)",
+    )
     whole = {"nargs": argparse.PARSER, "metavar": "training_script"}  # one positional: a second would lose a "--"
     parser.add_argument("command", help="Python file to run on every device, and its arguments as they are", **whole)
     return parser.parse_args(argv)

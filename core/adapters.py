@@ -164,10 +164,9 @@ def for_pipelines(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         folder: holds the adapter's configuration already; of another model's adapter nothing is written.
     """
     config = read_json_object(folder / CONFIG, "adapter")
-    of = config.get("auto_mapping") or {}
-    if not (
-        of.get("parent_library", "").startswith("diffusers.") and of.get("base_model_class", "").startswith("UNet")
-    ):
+    of = config.get("auto_mapping")
+    library, kind = (of.get(name) if isinstance(of, dict) else None for name in ("parent_library", "base_model_class"))
+    if not (str(library).startswith("diffusers.") and str(kind).startswith("UNet")):
         return
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from transformers import HfArgumentParser
 
 from core.errors import Help, UserError, did_you_mean, warn_once
-from core.run_files import RUN_FILE_KEYS, read_run_file, run_file_flags
+from core.run_files import read_run_file, run_file_flags
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
@@ -59,6 +59,8 @@ class RunArguments:
     metric_for_best_model: str | None = flag(None, "metric that decides the best checkpoint (default: eval loss)")
     greater_is_better: bool | None = switch("whether a larger metric is better (default: unless a loss or perplexity)")
     resume_from_checkpoint: str | None = flag(None, "checkpoint to go on from; auto: newest", nargs="?", const="auto")
+    on_save_error: Literal["stop", "continue"] = flag("stop", "if a checkpoint or a log cannot be written (disk full)")
+    on_nonfinite: Literal["stop", "skip"] = flag("stop", "if a loss or gradient is no finite number; skip: no update")
 
 
 @dataclass
@@ -210,8 +212,7 @@ class StrictParser(HfArgumentParser):
         """Refuse one flag under two names (an alias, ``--no_...``) with two values; the same value twice is fine."""
         said: dict[str, tuple[str, Any]] = {}
         for position, token in enumerate(argv):
-            name = token.partition("=")[0]
-            action = self._option_string_actions.get(name)
+            action = self._option_string_actions.get(name := token.partition("=")[0])
             if action is None or action.dest == "help":
                 continue
             values = takewhile(lambda t: t.partition("=")[0] not in self._option_string_actions, argv[position + 1 :])
@@ -250,9 +251,8 @@ def parse_arguments(
     args = parser.parse_strictly(argv, argparse.Namespace(**unsaid))
     if args.config is None and built_in and not any(getattr(args, name, None) for name in built_in[1]):
         args.config = str(built_in[0](args) if callable(built_in[0]) else built_in[0])
-    config, run_file = args.config, {key: kind() for key, kind in RUN_FILE_KEYS.items()}
+    config, run_file = args.config, read_run_file(args.config)
     if config is not None:
-        run_file = read_run_file(config)
         try:
             args = parser.parse_strictly(run_file_flags(run_file["args"]), argparse.Namespace(**unsaid))
         except UserError as error:

@@ -15,6 +15,7 @@ from core.hub import load_splits
 from core.images import image_files
 from core.labels import image_column
 from core.pictures import sources, undecoded
+from core.untrusted import inside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,7 +205,15 @@ def _listed(table: str, split: str, args: Namespace) -> tuple[list[str | None], 
     folder, names = os.path.dirname(table), list(_cells(undecoded(rows, {image: "image"}), "image", table))
     if wrong := [name for name in names if not (name is None or isinstance(name, str))]:
         raise UserError(f"{table}: {image!r} holds {wrong[0]!r:.40}, no file's name; name another column")
-    return [name and os.path.join(folder, name) for name in names], _captions(rows, caption, table)
+    paths, root = (
+        [name and os.path.join(folder, name) for name in names],
+        os.path.abspath(getattr(args, f"{split}_dir")),
+    )
+    for row, path in enumerate(paths, start=1):
+        if path and not inside(root, path):
+            name = names[row - 1]
+            raise UserError(f"{table}: row {row} names {name!r:.200}, which is not in {root}; put the image there")
+    return paths, _captions(rows, caption, table)
 
 
 def _warn_of_commas(table: str) -> None:

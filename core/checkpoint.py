@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from core import distributed
@@ -19,6 +20,8 @@ from core.errors import UserError, is_main_process, read_json_object, say, warn_
 FORMAT = 1
 MARKER = "checkpoint.json"  # written last; holds size and sha256 of every other file
 NAME = re.compile(r"checkpoint-(\d+)")
+TROUBLE = (OSError, SafetensorError, UserError)
+UNWRITTEN = "{} cannot be written: {{}}; earlier checkpoints are as they were"
 
 
 def save(output_dir: Path, step: int, write: Callable[[OnMain, Path], None]) -> Path:
@@ -37,24 +40,20 @@ def save(output_dir: Path, step: int, write: Callable[[OnMain, Path], None]) -> 
         UserError: a file cannot be written; the temporary folder is removed, earlier checkpoints stay as they are. All
             ranks raise it.
     """
-    final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.tmp"
     main = OnMain()
-    try:
-        main(_begin, output_dir, temporary)
-        write(main, temporary)
-        main(_complete, temporary, final, step)
-    except BaseException:
-        if is_main_process():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if main.failure:
-        shutil.rmtree(temporary, ignore_errors=True)
-    main.agree(f"{final} cannot be written: {{}}; earlier checkpoints are as they were")
-    return final
+    temporary = begin(main, output_dir, step, write)
+    complete(main, temporary, step)
+    main.agree(UNWRITTEN.format(output_dir / f"checkpoint-{step}"))
+    return output_dir / f"checkpoint-{step}"
 
 
 class OnMain:
-    """Calls functions on rank 0, and none after one that failed, so that the ranks can go on gathering together."""
+    """Calls functions on rank 0, and none after one that failed, so that the ranks can go on gathering together.
+
+    `core.background` has one that puts off what is said to be for ``later``.
+    """
+
+    puts_off = False
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
@@ -63,13 +62,23 @@ class OnMain:
         if is_main_process() and self.failure is None:
             try:
                 work(*args, **options)
-            except (OSError, SafetensorError, UserError) as error:
+            except TROUBLE as error:
                 self.failure = error
+
+    def later(self, work: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Call a function that reads, beside its arguments, nothing that training changes."""
+        self(work, *args, **options)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the host, with storage of its own, for what is called later."""
+        return tensor.detach().cpu().contiguous().clone()
 
     def agree(self, message: str = "{}") -> None:
         """Raise a `UserError` on all ranks if a call has failed; ``message`` has a place for the reason."""
 
         def tell() -> str:
+            if self.failure is not None and not isinstance(self.failure, TROUBLE):
+                raise self.failure  # a bug
             if self.failure is not None:
                 raise UserError(message.format(self.failure)) from self.failure
             return ""
@@ -77,9 +86,32 @@ class OnMain:
         distributed.on_main(tell)
 
 
+def begin(main: OnMain, output_dir: Path, step: int, write: Callable[[OnMain, Path], None]) -> Path:
+    """The first half of `save`: return the temporary folder, in which ``write`` has been at work. On all ranks."""
+    temporary = output_dir / f".checkpoint-{step}.tmp"
+    try:
+        main(_begin, output_dir, temporary)
+        write(main, temporary)
+    except BaseException:
+        if is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return temporary
+
+
+def complete(main: OnMain, temporary: Path, step: int) -> None:
+    """The second half: make the temporary folder a checkpoint, or remove it if anything has failed. On rank 0."""
+    done = False
+    try:
+        main(_complete, temporary, temporary.with_name(f"checkpoint-{step}"), step)
+        done = main.failure is None
+    finally:
+        if not done and is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _begin(output_dir: Path, temporary: Path) -> None:
     _recover(output_dir)
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
     temporary.mkdir(parents=True)
 
 
@@ -104,11 +136,21 @@ def _complete(temporary: Path, final: Path, step: int) -> None:
 
 
 def _recover(output_dir: Path) -> None:
-    """Put back a checkpoint that was moved aside when its replacement was interrupted between the two renames."""
+    """Put back a checkpoint that was moved aside when its replacement was interrupted, and remove other rests."""
     for old in output_dir.glob(".checkpoint-*.old"):
         final = output_dir / old.name.removeprefix(".").removesuffix(".old")
         if not final.exists():
             old.rename(final)
+    for rest in output_dir.glob(".checkpoint-*.*"):  # what a killed run left; nobody else is in the folder
+        shutil.rmtree(rest, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint such that no part of it is ever seen under its name."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def set_aside(output_dir: Path, step: int) -> None:
@@ -144,14 +186,26 @@ def problem(folder: Path) -> str | None:
         marker = read_json_object(folder / MARKER, "checkpoint")
     except UserError:
         return f"{folder} is not complete: it has no readable {MARKER}"
-    if marker.get("format") != FORMAT or not isinstance(marker.get("files"), dict):
-        return f"{folder} has format {marker.get('format')!r}; this version reads {FORMAT}"
-    for name, expected in marker["files"].items():
-        path = folder / name
+    if marker.get("format") != FORMAT:
+        return f"{folder} has format {marker.get('format')!r:.40}; this version reads {FORMAT}"
+    files = marker.get("files")
+    if not isinstance(files, dict) or not files or not all(isinstance(value, dict) for value in files.values()):
+        return f"{folder / MARKER} lists no files"
+    return next(filter(None, (_file_problem(folder, name, expected) for name, expected in files.items())), None)
+
+
+def _file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+    path = folder / name
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve()) and ".." not in Path(name).parts
+        if not inside or Path(name).is_absolute():  # a link that stays in the folder is as good as a file
+            return f"{folder / MARKER} names {name!r:.80}, which is not in its folder"
         if not path.is_file():
             return f"{path} is missing"
-        if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+        if path.stat().st_size != expected.get("bytes") or _sha256(path) != expected.get("sha256"):
             return f"{path} was truncated or altered"
+    except (OSError, ValueError, RuntimeError) as error:  # not readable, or a name that no file can have
+        return f"{folder} cannot be read: {error}"
     return None
 
 
@@ -196,4 +250,4 @@ def prune(output_dir: Path, limit: int | None, keep: str | None = None) -> None:
     newest = next((path.name for _, path in all_steps(output_dir)), None)
     spare = limit - (1 if keep is not None and (limit > 1 or keep == newest) else 0)
     for _, path in steps[spare:]:
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else _remove(path)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from core import distributed
+from core import distributed, preemption
 from core.buckets import assign, make_buckets, plan_epoch, share
 from core.errors import UserError, say
 from core.losses import IGNORED as IGNORE_INDEX
@@ -40,13 +40,13 @@ class Window:
     """The micro-batches of one optimiser step. Filler rows are in no count, and counts are those of all ranks.
 
     Attributes:
-        batches: this rank's micro-batches on the host, each of the declared batch size, as many as on other ranks.
-        rows: real rows whose content could be read.
-        tokens: their tokens, on all axes together.
+        batches: this rank's micro-batches on the host, of the declared batch size, as many as on other ranks.
+        rows, tokens: real rows whose content could be read, and their tokens, on all axes together.
         targets: their targets that bear loss: labels other than -100.
         row_ids: the positions of this rank's real rows in the data set, read or not, in the order of its batches.
         last_in_epoch: whether the epoch ends after it.
         unreadable: the positions of all ranks' rows that could not be read, sorted.
+        asked_to_end: whether any rank was asked to end, see `core.preemption`.
     """
 
     batches: list[Batch]
@@ -56,6 +56,7 @@ class Window:
     row_ids: list[int]
     last_in_epoch: bool
     unreadable: list[int] = field(default_factory=list)
+    asked_to_end: bool = False
 
     def scale(self) -> torch.Tensor:
         """Ranks / targets, a scalar tensor: as a Python number it would be a constant of the graph, new at each step.
@@ -145,10 +146,10 @@ def make_window(batches: list[Batch], rows: int, tokens: int, row_ids: list[int]
     """
     mine = take_unreadable(batches, row_ids)
     targets = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches if "labels" in batch)
-    targets, count = map(int, distributed.sum_over_ranks([targets, len(mine)]))
+    targets, count, asked = map(int, distributed.sum_over_ranks([targets, len(mine), float(preemption.asked())]))
     of_ranks = distributed.gather_rows(torch.tensor(mine, dtype=torch.int64)) if count else []
     unreadable = sorted(row for rows in of_ranks for row in rows.tolist())
-    return Window(batches, rows - count, tokens, targets, row_ids, last, unreadable)
+    return Window(batches, rows - count, tokens, targets, row_ids, last, unreadable, bool(asked))
 
 
 def loader_options(args: Namespace, train: bool) -> dict[str, Any]:
@@ -161,8 +162,8 @@ def loader_options(args: Namespace, train: bool) -> dict[str, Any]:
         "augment_seed": seed if train else seed + 1,  # the rows of both have the same numbers
     }
     if train:
-        options |= {"seed": seed, "drop_last": args.dataloader_drop_last}
         options["accumulation"] = args.gradient_accumulation_steps
+        options |= {"seed": seed, "drop_last": args.dataloader_drop_last}
     return options
 
 

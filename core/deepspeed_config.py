@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, find_shipped, json_kind, read_json_object, warn_once
+from core.errors import UserError, find_shipped, json_kind, read_json_object, say, warn_once
 from core.gaudi_config import GaudiConfig
 
 CONFIGS_DIR = Path(__file__).resolve().parents[1] / "deepspeed_configs"
@@ -33,6 +33,31 @@ def load(path: str | Path) -> dict[str, Any]:
         UserError: there is no such file, or it is no JSON object.
     """
     return read_json_object(find_shipped(str(path), CONFIGS_DIR, "--deepspeed"), "--deepspeed")
+
+
+def of_run(args: Namespace, world_size: int, gaudi_config: GaudiConfig) -> dict[str, Any] | None:
+    """Load and check what ``--deepspeed`` names; None where it would do nothing. May set flags that it decides.
+
+    Raises:
+        UserError: as `load` and `resolve` do, or it shards nothing.
+    """
+    if not args.deepspeed:
+        return None
+    config = load(args.deepspeed)
+    if "zero_optimization" not in config:
+        raise UserError(f"--deepspeed {args.deepspeed} has no zero_optimization block; DDP needs no --deepspeed")
+    config = resolve(config, args, world_size, gaudi_config=gaudi_config)
+    if config["bf16"]["enabled"] is True and not args.bf16:
+        say("bf16: as the DeepSpeed configuration says, although --bf16 is not given")
+        args.bf16 = True
+    stage = config["zero_optimization"]["stage"]
+    if stage == 3 and args.use_hpu_graphs_for_inference:
+        warn_once("--use_hpu_graphs_for_inference has no effect under ZeRO-3: a replay would gather no weights")
+        args.use_hpu_graphs_for_inference = False
+    if not args.do_train and stage < 3:
+        say(f"--deepspeed: ZeRO stage {stage} shards what training needs; evaluation alone has nothing to shard")
+        return None
+    return config
 
 
 def resolve(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from core.cards import translated
 from core.errors import UserError, warn_once
 
 LAZY_VARIABLE = "PT_HPU_LAZY_MODE"
@@ -242,7 +243,7 @@ def select_device(args: Namespace, mode: str) -> Device:
     """Take the Gaudi if there is one, else the GPU, else the CPU; ``--use_cpu`` and ``--use_habana`` decide first.
 
     Raises:
-        UserError: ``--use_habana`` and ``--use_cpu`` are given together.
+        UserError: ``--use_habana`` and ``--use_cpu`` are given together, or no card can be opened.
     """
     import torch
 
@@ -251,12 +252,12 @@ def select_device(args: Namespace, mode: str) -> Device:
     if args.use_habana and args.use_cpu:
         raise UserError("--use_habana and --use_cpu contradict each other; give one")
     if not args.use_cpu and args.use_habana is not False and bridge_is_installed():
-        importlib.import_module(f"{BRIDGE}.core")
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # before anything opens a card: the rank decides which one
-            importlib.import_module(f"{BRIDGE}.distributed.hccl").initialize_distributed_hpu()
-        hpu = getattr(torch, "hpu", None)
-        if hpu is not None and hpu.is_available():
-            return Device("hpu", _gaudi_name(), mode, torch.device("hpu"), hpu)
+        with translated():
+            importlib.import_module(f"{BRIDGE}.core")
+            if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # before anything opens a card: the rank decides which one
+                importlib.import_module(f"{BRIDGE}.distributed.hccl").initialize_distributed_hpu()
+            if hasattr(torch, "hpu") and torch.hpu.is_available():
+                return Device("hpu", _gaudi_name(), mode, torch.device("hpu"), torch.hpu)
     if torch.cuda.is_available() and not args.use_cpu:
         device = Device("cuda", torch.cuda.get_device_name(), mode, torch.device("cuda"), torch.cuda)
     else:
@@ -271,8 +272,7 @@ def select_device(args: Namespace, mode: str) -> Device:
 
 def _gaudi_name() -> str:
     experimental = importlib.import_module(f"{BRIDGE}.utils.experimental")
-    kinds = experimental.synDeviceType
-    found = experimental._get_device_type()
+    kinds, found = experimental.synDeviceType, experimental._get_device_type()
     names = {"synDeviceGaudi": "gaudi", "synDeviceGaudi2": "gaudi2", "synDeviceGaudi3": "gaudi3"}
     return next((name for kind, name in names.items() if getattr(kinds, kind, None) == found), f"hpu ({found})")
 

@@ -22,11 +22,11 @@ import torch
 from core import pages
 from core.distributed import gather_rows, on_main, rank, sum_over_ranks, together, world_size
 from core.errors import UserError, if_interrupted, is_main_process, make_folder, say, warn_once
+from core.files import write_file
 from core.hub import go_offline_if_unreachable, loading
 from core.pipelines import denoiser
 from core.placing import ready
 from core.prompts import Wanted, check_size, check_steps, flags_for, refusal, taken, warn_of_cut
-from core.results import write_file
 
 WARMUP = 2  # batches that throughput leaves out, if --throughput_warmup_steps does not say
 ON_SHEET = 100  # images of a contact sheet
@@ -204,9 +204,9 @@ def show_progress(engine: Any, pipe: Any, averages: Any = None) -> None:
     wanted = [Wanted(number, args.seed + number, texts) for number in range(args.num_validation_images)]
     with engine.throughput.excluded("images"), averages.applied() if averages else nullcontext():
         images, _ = draw(engine.run, pipe, wanted, "validation")
-        engine.tracker.log_images("validation", images, step)
+        together(partial(engine.tracker.log_images, "validation", images, step))
         path = Path(args.image_save_dir or engine.run.output_dir) / "validation_images" / f"step-{step:06d}.png"
-        together(partial(contact_sheet, path, images, wanted))
+        engine.run.by_product(partial(contact_sheet, path, images, wanted))
 
 
 def keep(run: Any, pipe: Any, images: Sequence[np.ndarray], wanted: Sequence[Wanted], folder: Path) -> None:

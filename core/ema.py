@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from core.checkpoint import OnMain
 from core.errors import UserError
 from core.state import TensorFiles, save_tensors
 
@@ -93,6 +95,11 @@ class Ema:
         """Write ``ema.safetensors`` for `load`: averages by name, and how many steps they have taken in."""
         steps = torch.tensor(self._average.optimization_step)
         save_tensors({**self.weights(), STEPS: steps}, folder / FILE)
+
+    def save_through(self, main: OnMain, folder: Path) -> None:
+        """The same, when ``main`` gets to it, with copies of today's averages."""
+        tensors = {**self.weights(), STEPS: torch.tensor(self._average.optimization_step)}
+        main.later(save_file, {name: main.copy(tensor) for name, tensor in tensors.items()}, folder / FILE)
 
     def load(self, folder: Path) -> None:
         """Put back, bit for bit, what `save_pretrained` wrote. The decay stays today's.

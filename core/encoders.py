@@ -15,8 +15,8 @@ import torch
 from core import distributed
 from core.device import Device
 from core.errors import UserError, is_main_process, read_json_object, warn_once
+from core.files import write_json
 from core.pipelines import save_pipeline
-from core.results import write_json
 
 NOTED = ("architectures", "dtype", "transformers_version")  # written into a config when it is saved
 AT_ONCE = 1000  # captions that are tokenized together

@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from core import checkpoint, distributed, optimizers, results, state
+from core import checkpoint, distributed, optimizers, preemption, progress, results, state
+from core.background import Writer
 from core.data import Batch, Window
 from core.errors import UserError, is_main_process, say, warn_once
+from core.generators import unless_preempted
+from core.nonfinite import Losses
+from core.preemption import Preempted
 from core.run import Run
 from core.stream import Loader
 from core.throughput import FlopsByShape
 from core.tracking import Tracker, banner, profiler
 
 FIRST_STEPS = 3  # of several devices: their losses are looked at one by one, since a wrong set-up shows there
+PAUSE = Window([], 0, 0, 0, [], False)  # for what is due after the step before it, and no step
 PROGRESS = ("step_count", "epoch", "position", "total", "best")  # what a checkpoint knows beside the tensors
 
 
@@ -33,7 +38,7 @@ class Engine:
 
     Attributes:
         step_count: optimiser steps done, of ``total_steps``.
-        grad_norm: norm of the last step's gradients before clipping, a scalar tensor.
+        losses: the losses since the last record, and the norm of the last step's gradients.
 
     Raises:
         UserError: the flags or the checkpoint do not fit the model or the data.
@@ -53,17 +58,18 @@ class Engine:
         self.flops = FlopsByShape(backward=2 if 2 * self.trained_parameters > sum(size for size, _ in sizes) else 1)
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
-        # Of the steps since the last record. On the device: nothing waits for it until a record is written.
-        self.loss_sum = torch.zeros((), device=self.device.torch_device)
-        self.grad_norm, self.targets = self.loss_sum.clone(), 0
+        self.losses = Losses(args, self.device, run.output_dir, partial(progress.advice, self))
+        self.writer = Writer(self.device, args.on_save_error == "stop")
+        self._pause, self._stopping, self._saved_at, self.epoch_ended = "", False, None, False
+        self.left: list[str] = []  # what was due after a step, and not done when the run was asked to end
         if run.resume_from:
-            self._load(run.resume_from)
-        self.first_step = self._looked_at = self.step_count
+            progress.load(self, run.resume_from)
+        self.first_step = self.step_count
         distributed.together(self._make_room)
-        say(banner(self.describe()))
+        say(banner(progress.describe(self)))
         self.profiler = profiler(args, self.device, run.output_dir)
-        self.tracker = Tracker(args, run.output_dir, self.total_steps, self.step_count)
-        self.tracker.store_init_configuration(results.describe_run(args)["arguments"])
+        self.tracker = distributed.together(lambda: Tracker(args, run.output_dir, self.total_steps, self.step_count))
+        distributed.together(lambda: self.tracker.store_init_configuration(results.describe_run(args)["arguments"]))
 
     def _steps_of_epochs(self) -> int:
         if math.isinf(self.loader.windows_per_epoch):
@@ -77,39 +83,42 @@ class Engine:
         elif is_main_process() and self.args.overwrite_output_dir:
             results.clear_output_dir(self.run.output_dir)
 
-    def describe(self) -> dict[str, Any]:
-        """The start banner's lines: what will run, in numbers that a change of devices would change."""
-        args, world = self.args, distributed.world_size()
-        batch, windows = (args.per_device_train_batch_size, args.gradient_accumulation_steps, world), self.loader
-        epoch = "" if math.isinf(windows.windows_per_epoch) else f" ({windows.windows_per_epoch} an epoch)"
-        rate = f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type}"
-        return {
-            "device": f"{self.device.name} x {world}",
-            "execution mode": self.device.mode,
-            "precision": self.run.precision.name,
-            "distribution": self.run.distribution(),
-            "global batch": f"{math.prod(batch)} rows ({' x '.join(map(str, batch))})",
-            "batch shapes": ", ".join("x".join(map(str, shape)) for shape in windows.buckets),
-            "optimiser steps": f"{self.total_steps}{epoch}",
-            "optimiser": f"{type(self.optimizer).__name__}, {rate}",
-            "parameters": f"{self.trained_parameters:,}",
-            "output folder": self.run.output_dir,
-            "resumed from": f"{self.run.resume_from} at step {self.step_count}" if self.run.resume_from else None,
-        }
-
     def windows(self) -> Iterator[Window]:
-        """Yield the micro-batches of one optimiser step after another until the last step, epochs included."""
+        """Yield the micro-batches of one optimiser step after another until the last step, epochs included.
+
+        A run that is asked to end gets a window without batches at last, after which a checkpoint is due; one that goes
+        on from there gets one at first, if an evaluation was cut off.
+        """
+        preemption.hold()
         self.throughput.start()
-        with self.run.memory.phase("train"), self.profiler or nullcontext():
-            while self.step_count < self.total_steps:
-                for window in self.throughput.received(self.loader.windows(self.epoch, self.position)):
-                    self.position += 1
-                    self._cold, self._flops, self._epoch_ended = False, 0, window.last_in_epoch
-                    yield window
-                    if self.step_count >= self.total_steps:
-                        break
-                else:
-                    self.epoch, self.position = self.epoch + 1, 0
+        try:
+            with self.run.memory.phase("train"), self.profiler or nullcontext():
+                if self.left:
+                    yield from self._paused("resume")
+                yield from self._steps()
+                if self.run.asked_to_end() or self._stopping:
+                    yield from self._paused("stop")
+        finally:
+            self.writer.join()  # whatever ends the loop: what was begun is completed
+
+    def _steps(self) -> Iterator[Window]:
+        while self.step_count < self.total_steps and not self._stopping:
+            for window in self.throughput.received(self.loader.windows(self.epoch, self.position)):
+                if window.asked_to_end:
+                    self._stopping = True
+                    break
+                self.position += 1
+                self._cold, self._flops, self.epoch_ended = False, 0, window.last_in_epoch
+                yield window
+                if self._stopping or self.step_count >= self.total_steps:
+                    break
+            else:
+                self.epoch, self.position = self.epoch + 1, 0
+
+    def _paused(self, cause: Literal["resume", "stop"]) -> Iterator[Window]:
+        self._pause = cause
+        yield PAUSE
+        self._pause, self.left = "", self.left if self._stopping else []
 
     def micro_batches(self, window: Window) -> Iterator[Batch]:
         """Yield the window's micro-batches on the device; the first of each shape is counted in FLOPs as it runs."""
@@ -137,47 +146,50 @@ class Engine:
         if self.args.pipelining_fwd_bwd:
             self.device.step_boundary()
         self.flops.forward_ends()
-        self.strategy.backward(loss_sum * self._scale)
-        self.loss_sum += loss_sum.detach()
+        self.strategy.backward(self.losses.add(loss_sum, self._scale))
         self.device.step_boundary()
 
-    def step(self, window: Window) -> None:
-        """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size."""
-        if window.targets:
-            self.grad_norm = self.strategy.step()
-        else:
+    def step(self, window: Window) -> bool:
+        """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size.
+
+        Returns:
+            Whether there was a step: after it averages of the weights take them in.
+        """
+        if window is PAUSE:
+            return False
+        self.writer.settle()
+        norm = self.strategy.step() if window.targets else None
+        if norm is None:
+            self.optimizer._opt_called = True  # else torch's schedules warn that they are stepped first
             warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
         if not (window.targets and self.strategy.schedule):
             self.schedule.step()
         self.device.step_boundary()
         self.step_count += 1
-        self.targets += window.targets
-        self._row_ids = window.row_ids
+        if norm is not None:
+            self.losses.step(self.step_count, self.epoch, window, norm)
         flops = self._flops and self._flops * distributed.world_size()  # all ranks do equal work
         self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=flops)
         if self.step_count - self.first_step <= FIRST_STEPS and distributed.world_size() > 1:
-            self.loss_so_far()
+            self.losses.look()
+        if distributed.world_size() == 1 and self.writer.failed():  # several ranks are told at the next record
+            self.writer.finish()
         self.tracker.advance(self.step_count)
+        return True
 
     def due(self, what: str) -> bool:
-        """Whether ``log``, ``eval``, ``save`` or ``images`` (of a ``--validation_prompt``) are due after this step."""
-        args, last = self.args, self.step_count == self.total_steps
-        if what == "images":
-            steps, epochs = args.validation_steps, args.validation_epochs
-            ends = self.step_count % steps == 0 if steps else self._epoch_ended and (self.epoch + 1) % epochs == 0
-            return args.validation_prompt is not None and (ends or last)
-        strategy, every = {
-            "log": (args.logging_strategy, args.logging_steps),
-            "eval": (args.eval_strategy, args.eval_steps or args.logging_steps),
-            "save": (args.save_strategy, args.save_steps),
-        }[what]
-        if what == "log" and (last or (self.step_count == 1 and args.logging_first_step)):
-            return True
-        if what == "eval" and (self.step_count if strategy == "steps" else self.epochs_done()) < args.eval_delay:
-            return False
-        if strategy == "epoch":
-            return self._epoch_ended or last
-        return strategy == "steps" and (self.step_count % every == 0 or last)
+        """Whether ``log``, ``eval``, ``save`` or ``images`` (of a ``--validation_prompt``) are due after this step.
+
+        In a run that is asked to end nothing is, but for a checkpoint at the end.
+        """
+        if self._pause == "stop":
+            return what == "save"
+        due = what in self.left if self._pause else progress.is_due(self, what)
+        if due and self._stopping and what in ("eval", "images"):
+            self.left = list(dict.fromkeys([*self.left, what]))
+        if due and what == "images":
+            self.writer.settle()  # the averages may take the weights' place
+        return due and not self._stopping
 
     def epochs_done(self) -> float:
         """Epochs and the part of the one that has begun; of a stream's first one, no part is known."""
@@ -186,70 +198,67 @@ class Engine:
     def log(self) -> None:
         """Write one record: loss per token since the last, learning rate, norm before clipping, memory, speed, wait."""
         with self.throughput.excluded("log"):
-            norm, limit, loss = float(self.grad_norm), self.args.max_grad_norm, self.loss_so_far()
+            if distributed.sum_over_ranks([float(self.writer.failed())])[0]:
+                self.writer.finish()
+            loss, targets, norm = self.losses.total(), self.losses.targets, float(self.losses.grad_norm)
             values = {
-                "loss": loss / max(self.targets, 1),
+                "loss": loss / max(targets, 1),
                 "learning_rate": self.schedule.get_last_lr()[0],
                 "grad_norm": norm,
-                "grad_clipped": int(bool(limit) and norm > limit),
+                "grad_clipped": int(0 < (self.args.max_grad_norm or 0) < norm),
                 "epoch": round(self.epochs_done(), 4),
                 "samples_per_second": self.throughput.recent_rate(),
                 "data_wait_seconds": self.throughput.data_wait(),
                 **self.run.memory.record(),
             }
-            self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + self.targets}
-            self.loss_sum.zero_()
-            self.targets = 0
-            self.tracker.log(values, self.step_count)
+            self.total = {"loss": self.total["loss"] + loss, "targets": self.total["targets"] + targets}
+            self.losses.restart()
+            distributed.together(lambda: self.tracker.log(values, self.step_count))
             shown = {key: values[key] for key in ("loss", "learning_rate", "samples_per_second")}
             self.tracker.advance(self.step_count, **shown, memory=values["memory_allocated (GB)"])
 
-    def loss_so_far(self) -> float:
-        """Sum of the token losses since the last record, over all ranks.
-
-        Raises:
-            UserError: it is not finite, on any rank; all ranks raise it.
-        """
-        own, ids, step = float(self.loss_sum), self._row_ids, self.step_count
-        loss = distributed.sum_over_ranks([own])[0]
-        if not math.isfinite(loss):
-            mine = "" if math.isfinite(own) else ", ".join([*map(str, ids[:16]), *["..."] * (len(ids) > 16)])
-            rows = ", ".join(filter(None, distributed.gather_texts(mine)))
-            rows = f"its rows, from 0: {rows}" if step == self._looked_at + 1 else "--logging_steps 1 tells its rows"
-            first = step == self.first_step + 1  # no rate has changed anything yet
-            advice = "mend the model or the rows" if first else "lower --learning_rate or set --max_grad_norm"
-            advice += ", and go on with --resume_from_checkpoint auto" * bool(checkpoint.all_steps(self.run.output_dir))
-            at = f"before step {step} ({self.run.description()}; {rows})"
-            raise UserError(f"the loss became {loss} {at}; nothing was saved; {advice}")
-        self._looked_at = step
-        return loss
-
     def evaluate(self, evaluation: Callable[[], dict[str, Any]]) -> None:
         """Evaluate during training, outside the measured time; log it, and remember the step if it is the best."""
-        with self.throughput.excluded("eval"):
-            metrics = evaluation()
+        self.losses.look()
+        self.writer.settle()  # averages may take the weights' place
+        try:
+            with self.throughput.excluded("eval"), unless_preempted(self.device):
+                metrics = evaluation()
+        except Preempted:  # held, as it is while training: only `Run.evaluate` raises it, on all ranks alike
+            self._stopping, self.left = True, list(dict.fromkeys(["eval", *self.left]))
+            return
         name = "eval_" + (self.args.metric_for_best_model or "loss").removeprefix("eval_")
         if name not in metrics:
             raise UserError(f"--metric_for_best_model: no metric {name!r}; there are: {', '.join(sorted(metrics))}")
         greater = self.args.greater_is_better
         sign = 1 if (greater if greater is not None else not name.endswith(("loss", "perplexity"))) else -1
-        self.tracker.log(metrics, self.step_count)
+        distributed.together(lambda: self.tracker.log(metrics, self.step_count))
         if math.isfinite(metrics[name]) and (not self.best or sign * metrics[name] > sign * self.best["value"]):
             self.best = {"metric": name, "value": metrics[name], "step": self.step_count}
 
     def finish_training(self) -> dict[str, Any]:
-        """Close the loop: the best weights if asked for, and the run's training metrics."""
+        """Close the loop: the best weights if asked for, and the run's training metrics.
+
+        A run that had nothing left to train has those of the run before, if they are still missing, without its speed.
+        """
+        if self._stopping:
+            self.run.end_if_asked("training was not at its end, and its loop has not saved")
+        with self.throughput.excluded("save"):
+            self.writer.finish()
         self.tracker.finish()
-        if self.step_count == self.first_step:
-            say(f"nothing is left to train: {self.run.resume_from} is at step {self.step_count} of {self.total_steps}")
-            self.model.eval()
-            return {}
+        loss = self.total["loss"] + self.losses.total()
         metrics = {
-            "train_loss": (self.total["loss"] + self.loss_so_far()) / max(self.total["targets"] + self.targets, 1),
+            "train_loss": loss / max(self.total["targets"] + self.losses.targets, 1),
             "epoch": self.epochs_done(),
             "train_steps": self.step_count,
-            **self.throughput.metrics("train"),
+            "train_skipped_steps": self.losses.skipped,
         }
+        if self.step_count > self.first_step:
+            saves = {f"train_{name}": value for name, value in self.writer.metrics().items()}
+            metrics |= {**self.throughput.metrics("train"), **saves}
+        else:
+            say(f"nothing is left to train: {self.run.resume_from} is at step {self.step_count} of {self.total_steps}")
+            metrics = {} if distributed.on_main(lambda: progress.reported(self)) else metrics
         if self.args.load_best_model_at_end and self.best:
             best = self.run.output_dir / f"checkpoint-{self.best['step']}"
             if distributed.on_main(lambda: "here" if best.is_dir() else ""):
@@ -261,40 +270,22 @@ class Engine:
         return metrics
 
     def save(self, *companions: Any) -> None:
-        """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions."""
-        folder, loss = self.run.output_dir, self.loss_so_far()
-        with self.throughput.excluded("save"), self.run.memory.phase("save"):
-            checkpoint.save(folder, self.step_count, lambda main, folder: self._write(main, folder, loss, companions))
-            best = f"checkpoint-{self.best['step']}" if self.best and self.args.load_best_model_at_end else None
-            if is_main_process():
-                checkpoint.prune(folder, self.args.save_total_limit, best)
+        """Write ``checkpoint-<step>``: weights, optimiser, schedule, random state, position; and the companions.
 
-    def _write(self, main: checkpoint.OnMain, folder: Path, loss: float, companions: tuple[Any, ...]) -> None:
-        self.run.write_model(main, folder, *companions)
-        progress = {name: getattr(self, name) for name in PROGRESS} | {"order": self.loader.order()}
-        windows = self.loader.windows_per_epoch
-        progress |= {"epoch_ended": self._epoch_ended, "windows_per_epoch": None if math.isinf(windows) else windows}
-        progress["since_record"] = {"loss": loss, "targets": self.targets}
-        state.save_training(folder, self.strategy, self.schedule, self.device, progress, float(self.loss_sum), main)
+        Training goes on as soon as the state is copied, see `core.background`.
 
-    def _load(self, folder: Path) -> None:
-        distributed.together(lambda: state.TensorFiles(*folder.glob("*.safetensors")))  # one machine may lack it
-        state.load_model(self.run.model, folder, self.strategy.put)
-        saved, own = state.load_training(folder, self.strategy, self.schedule, self.device)
-        then, now = saved["order"], self.loader.order()
-        differing = [f"{key} {then.get(key)}, not {now[key]}" for key in sorted(now) if then.get(key) != now[key]]
-        if differing and not self.args.ignore_data_skip:
-            raise UserError(
-                f"{folder} was made with {'; '.join(differing)}: its position in the data means other rows. Resume with"
-                " the same data and global batch (window: batch x accumulation x devices), or pass --ignore_data_skip"
-                " to go to an epoch's beginning"
-            )
-        for name in PROGRESS:
-            setattr(self, name, saved[name])
-        if math.isinf(self.loader.windows_per_epoch) and not differing:  # a stream, whose end has been seen or not
-            self.loader.windows_per_epoch = saved["windows_per_epoch"] or math.inf
-        if self.args.ignore_data_skip:
-            self.epoch, self.position = self.epoch + saved["epoch_ended"], 0
-        at, loss = distributed.rank(), saved["since_record"]["loss"]
-        self.loss_sum.fill_(own[at] if len(own) == distributed.world_size() else loss if at == 0 else 0.0)
-        self.targets = saved["since_record"]["targets"]
+        Raises:
+            UserError: the checkpoint before it, or a companion of this one, cannot be written.
+            Preempted: the run was asked to end; the checkpoint is complete.
+        """
+        stopping = self._pause == "stop"
+        if not stopping or (self.step_count and (self._saved_at != self.step_count or self.left)):
+            loss = self.losses.total()
+            with self.throughput.excluded("save"), self.run.memory.phase("save"):
+                progress.save(self, loss, companions)
+            self._saved_at = self.step_count
+        if stopping:
+            self.writer.finish()
+            safe = f"checkpoint-{self.step_count} is complete, {preemption.seconds_since():.1f} s after the signal"
+            self.tracker.finish()
+            self.run.end_if_asked(safe if self.step_count else "training had not begun")

@@ -10,8 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from core import preemption
 
 logger = logging.getLogger("gaudi_recipes")
 _warned: set[str] = set()
@@ -143,21 +146,29 @@ def find_shipped(name: str, folder: Path, what: str) -> Path:
     return shipped[stem]
 
 
-def exit_with_one_line(main: Callable[[], Any]) -> None:
-    """Run ``main`` as a program: a `UserError` becomes one line on stderr and exit code 2, everything else is a bug."""
+def exit_with_one_line(main: Callable[[], Any], preemptible: bool = False) -> None:
+    """Run ``main`` as a program: a `UserError` becomes one line on stderr and exit code 2, everything else is a bug.
+
+    If it is ``preemptible``, SIGTERM and SIGUSR1 end it as `preemption` says: one line and exit code 75.
+    """
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        main()
+        with preemption.listen() if preemptible else nullcontext():
+            main()
+    except preemption.Preempted as stop:
+        _tell("; ".join(filter(None, [stop.message, _advice["interrupted"]])), all_ranks=False)
+        sys.exit(preemption.EXIT_CODE)
     except UserError as error:
         _tell(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        if is_main_process():  # the others were interrupted as well, and have nothing to add
-            _tell("; ".join(filter(None, ["interrupted", _advice["interrupted"]])))
+        _tell("; ".join(filter(None, ["interrupted", _advice["interrupted"]])), all_ranks=False)
         sys.exit(130)
 
 
-def _tell(message: str) -> None:
+def _tell(message: str, all_ranks: bool = True) -> None:
+    if not (all_ranks or is_main_process()):
+        return  # the others were told the same, and have nothing to add
     tqdm = sys.modules.get("tqdm")
     for bar in list(getattr(getattr(tqdm, "tqdm", None), "_instances", ())):
         bar.close()  # else the line would be written behind it

@@ -23,7 +23,7 @@ import numpy as np
 
 from core import distributed
 from core.errors import UserError, read_json_object, say, warn_once
-from core.results import write_json
+from core.files import write_json
 
 MARKER = "features.json"  # written last: the key, the number of rows, and each file's size
 SAY_EVERY = 60  # seconds between two lines of progress
@@ -50,6 +50,8 @@ def open_array(path: str | Path) -> StoredArray:
             raise ValueError(f"version {version}")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError("it holds objects, not numbers")
         return StoredArray(path, dtype, "r", file.tell(), shape)
 
 
@@ -107,6 +109,8 @@ def _problem(folder: Path, key: str, count: int) -> str | None:
         if (marker.get("key"), marker.get("count")) != (key, count):
             return f"{folder} has {marker.get('count')} rows of another key, not {count}"
         for file, size in marker["bytes"].items():
+            if Path(file).name != file:
+                return f"{folder} names the file {file!r:.200}, which is not in it"
             if (folder / file).stat().st_size != size:
                 return f"{folder / file} was truncated or altered"
         if any(len(array) != count for array in _open(folder).values()):

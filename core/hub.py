@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from core.arguments import NO_EFFECT, flag
 from core.errors import UserError, did_you_mean, say, warn_once
+from core.untrusted import look_at_rows, nothing_unpickled, reason, require_own_shards
 
 SECONDS = 1.8
 # What names a model or data: a recipe without any of them builds and reads its own.
@@ -115,6 +116,8 @@ def go_offline_if_unreachable(*names: str | None) -> bool:
 def loading(what: str, *names: str | None) -> Iterator[None]:
     """Look for the hub if one of ``names`` needs it; what goes wrong in the block becomes one line about ``what``.
 
+    Nothing is unpickled in the block.
+
     Raises:
         UserError: the block raised anything: the libraries have many kinds of errors for a name that does not exist,
             a hub that does not answer and a file that is broken.
@@ -122,16 +125,19 @@ def loading(what: str, *names: str | None) -> Iterator[None]:
     for name in names:
         if name and name.startswith(("/", "./", "../", "~")) and not os.path.exists(name):
             raise UserError(f"{what} cannot be loaded: there is no {name}; give a folder, or a hub's name")
+        if name and os.path.isdir(name):
+            require_own_shards(name)
     online = go_offline_if_unreachable(*names)
     try:
-        yield
+        with nothing_unpickled():
+            yield
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        reason = "it has no rows" if "corresponds to no data" in reason else reason  # datasets', of a csv's mere header
+        why = reason(error, *names)
+        why = "it has no rows" if "corresponds to no data" in why else why  # datasets', of a csv's mere header
         hint = "" if online else "; the hub was not reachable, and it is not in the cache"
-        raise UserError(f"{what} cannot be loaded: {reason[:500]}{hint}") from error
+        raise UserError(f"{what} cannot be loaded: {why}{hint}") from error
 
 
 def model_options(args: Namespace) -> dict[str, Any]:
@@ -156,7 +162,8 @@ def load_config(args: Namespace) -> Any:
         raise UserError("--tokenizer_name needs a model or configuration; without them a tokenizer is trained, too")
     if name is None and kind not in (None, *CONFIG_MAPPING):
         raise UserError(f"--model_type: there is no {kind!r}{did_you_mean(kind, CONFIG_MAPPING)}")
-    if name and (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+    files = ("adapter_config.json", "config.json")
+    if name and [os.path.isfile(os.path.join(name, file)) for file in files] == [True, False]:
         raise UserError(f"{name} is a LoRA adapter, no whole model; name its run's folder, which ends with both merged")
     if name is None and kind and reads_text and not tokenizer:
         raise UserError("--model_type says nothing of the tokenizer: name one with --tokenizer_name")
@@ -199,16 +206,17 @@ def load_splits(
     if name and files:
         raise UserError(f"--dataset_name {name} and --{next(iter(files))}_file exclude each other; give one")
     for split, path in files.items():
-        if not Path(path).is_file() or Path(path).stat().st_size == 0:
-            raise UserError(f"--{split}_file: {path} {'is empty' if Path(path).is_file() else 'does not exist'}")
+        if not os.path.isfile(path) or os.path.getsize(path) == 0:  # unlike Path.is_file, false for what is no name
+            problem = "does not exist" if not os.path.exists(path) else "is no file"
+            raise UserError(f"--{split}_file: {path} {'is empty' if os.path.isfile(path) else problem}")
         if Path(path).suffix not in readers:
             raise UserError(f"--{split}_file: {path} must end in {', '.join(readers)}")
     from datasets import load_dataset
 
     if name:
-        inside = Path(name).rglob("*") if Path(name).is_dir() else ()
+        inside = Path(name).rglob("*") if os.path.isdir(name) else ()
         for path in sorted(path for path in inside if path.suffix in readers and path.is_file()):
-            _look_for_other_bytes(str(path), readers[path.suffix])
+            look_at_rows(str(path), readers[path.suffix])
         with loading(f"--dataset_name {name}", name):
             return dict(load_dataset(name, args.dataset_config_name, token=args.token, **options))
     splits = {}
@@ -230,23 +238,13 @@ def _utf8(path: str, kind: str, at_once: bool) -> Iterator[None]:
     """
     try:
         if at_once:
-            _look_for_other_bytes(path, kind)
+            look_at_rows(path, kind)
         yield
     except UserError:
         raise
     except Exception:
-        _look_for_other_bytes(path, kind)
+        look_at_rows(path, kind)
         raise
-
-
-def _look_for_other_bytes(path: str, kind: str) -> None:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file if kind != "parquet" else (), start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                where = f"{path}, line {number}, byte {error.start}"
-                raise UserError(f"{where}: {error.reason}: this is not UTF-8; convert the file") from None
 
 
 def _positions(model: Any) -> int | None:

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # started by its path, under mpirun or deepspeed: th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from core.errors import UserError, warn_once
-from core.processes import ENGINE_SIGNALS, KEEPER_SIGNALS, SETTLE, Processes
+from core.processes import ENGINE_SIGNALS, KEEPER_SIGNALS, SAVING, SETTLE, Processes
 
 # What the ranks on other machines get of this environment, unless they have their own. Tokens and keys are never among
 # it, for it travels on a command line.
@@ -56,6 +56,7 @@ class DistributedRunner:
         use_env: without effect: rank and world size are always in the environment.
         map_by: ``mpirun --map-by``, its first part.
         multi_hls: deprecated and without effect.
+        grace_seconds: from SIGTERM, or the first rank's exit code 75, until ranks that still run are killed.
 
     Raises:
         UserError: what cannot work, before anything is started.
@@ -72,6 +73,7 @@ class DistributedRunner:
         use_env: bool = False,
         map_by: str = "socket",
         multi_hls: bool | None = None,
+        grace_seconds: float = SAVING,
     ) -> None:
         if multi_hls is not None:
             warn_once("multi_hls is deprecated and has no effect; use hostfile")
@@ -92,10 +94,14 @@ class DistributedRunner:
             raise UserError(f"--world_size is {world_size}, but {known}")
         if not 1 <= master_port <= 65535:
             raise UserError(f"--master_port is {master_port}; give 1 to 65535, or leave it out for a free one")
+        if not 0 <= grace_seconds < float("inf"):
+            raise UserError(
+                f"--grace_seconds is {grace_seconds}; give the seconds that ranks may need to save, 0 or more"
+            )
         commands = [command_list] if isinstance(command_list, str) else command_list
         self.commands = [words(command) for command in commands]
         self.world_size, self.hostfile, self.master_port = slots or world_size, hostfile, master_port
-        self.use_mpi, self.use_deepspeed, self.map_by = use_mpi, use_deepspeed, map_by
+        self.use_mpi, self.use_deepspeed, self.map_by, self.grace = use_mpi, use_deepspeed, map_by, grace_seconds
 
     def run(self) -> int:
         """Run the scripts until one fails; return the exit code of its first failing rank (128 + signal), else 0.
@@ -137,16 +143,17 @@ class DistributedRunner:
             travelling = {name: value for name, value in os.environ.items() if name.startswith(TRAVELS)}
             secret = re.compile("TOKEN|KEY|SECRET|PASSW")
             variables = {name: value for name, value in travelling.items() if not secret.search(name)}
-            rank = keeper(command, master | {"OMP_NUM_THREADS": threads} | variables)
+            rank = keeper(command, master | {"OMP_NUM_THREADS": threads} | variables, self.grace)
             engine = self.mpirun(here) if self.use_mpi else self.deepspeed(master)
             signals = ENGINE_SIGNALS["mpirun" if self.use_mpi else "deepspeed"]
-            return Processes("engine", self.world_size, signals).run([([*engine, *rank], dict(os.environ))])
+            job = Processes("engine", self.world_size, signals, grace=self.grace)
+            return job.run([([*engine, *rank], dict(os.environ))])
         common = {"OMP_NUM_THREADS": threads, **os.environ, **master}
         size = str(self.world_size)
         common |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
         ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world_size)]
         argv = [sys.executable, "-u", *command]
-        return Processes("ranks", self.world_size).run([(argv, variables) for variables in ranks])
+        return Processes("ranks", self.world_size, grace=self.grace).run([(argv, variables) for variables in ranks])
 
     def mpirun(self, here: int) -> list[str]:
         """The command that starts the ranks' keepers by MPI, bound to cores where there are enough."""
@@ -267,20 +274,20 @@ def owner_of(port: int) -> str:
     return "a process of another user, or by a run that is about to start"
 
 
-def keeper(command: list[str], variables: dict[str, str]) -> list[str]:
+def keeper(command: list[str], variables: dict[str, str], grace: float = SAVING) -> list[str]:
     """Arguments of Python that run one rank under mpirun or deepspeed: words that every shell leaves alone."""
-    job = base64.urlsafe_b64encode(json.dumps([command, variables]).encode()).decode()
+    job = base64.urlsafe_b64encode(json.dumps([command, variables, grace]).encode()).decode()
     return [os.path.abspath(__file__), job]
 
 
 def keep(job: str) -> int:
     """Run one rank with the environment that recipes read, whatever the engine calls it, and tell the launcher."""
-    command, variables = json.loads(base64.urlsafe_b64decode(job))
+    command, variables, grace = json.loads(base64.urlsafe_b64decode(job))
     env = variables | os.environ | {name: variables[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     for name, theirs in ENGINE_NAMES.items():
         env[name] = next(env[one] for one in (*theirs, name) if one in env)
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
-    rank = Processes("keeper", int(env["WORLD_SIZE"]), KEEPER_SIGNALS, first=int(env["RANK"]))
+    rank = Processes("keeper", int(env["WORLD_SIZE"]), KEEPER_SIGNALS, int(env["RANK"]), grace)
     code = rank.run([([sys.executable, "-u", *command], env)])
     if code and "OMPI_COMM_WORLD_RANK" not in env:
         time.sleep(SETTLE)  # DeepSpeed ends the others when this process ends: let them first end by themselves

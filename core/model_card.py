@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from core.arguments import SHARED_GROUPS
 from core.errors import UserError, is_main_process, warn_once
+from core.files import write_file
 from core.pages import one_line
-from core.results import SECRET, show, write_file
+from core.results import SECRET, show
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData

@@ -14,46 +14,7 @@ from torch import nn
 from core.device import Device
 from core.errors import UserError, did_you_mean, warn_once
 from core.gaudi_config import GaudiConfig
-
-
-class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam's direction, rescaled per tensor by the ratio of weight norm to update norm.
-
-    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020, algorithm 2,
-    with bias correction. The ratio is 1 where either norm is 0 and for groups without weight decay, as in the paper's
-    own training of BERT (biases and norms).
-    """
-
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-6, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                step = state["step"].item()  # kept on the host: reading it waits for no device
-                mean = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-                square = state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-                update = (mean / (1 - beta1**step)).div_(denominator)
-                if group["weight_decay"]:
-                    update.add_(parameter, alpha=group["weight_decay"])
-                    weight_norm, update_norm = parameter.norm(), update.norm()
-                    usable = (weight_norm > 0) & (update_norm > 0)
-                    update.mul_(torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm)))
-                parameter.add_(update, alpha=-group["lr"])
+from core.lamb import Lamb
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -208,6 +169,45 @@ class Clipper:
         if self.max_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, norm)
         return norm
+
+
+def update(
+    optimizer: torch.optim.Optimizer, norm: torch.Tensor, skip: bool, step: Callable[[], Any] | None = None
+) -> bool:
+    """Step the optimiser, unless the norm of its gradients is not finite; returns whether that was seen here.
+
+    A norm on the host is read, and the update is left out: neither weights nor state change. On a device that queues
+    work, reading would wait for it at each step, so without ``skip`` the update is made as it is, and whoever reads the
+    norms later stops. With ``skip`` the device decides: torch's fused kernels and `Lamb` leave the update out as
+    exactly. To all others (Habana's kernels, Adafactor, SGD, AdamW that is not fused) the gradients become zeros: all
+    stays finite, but the step counts, the moments fade as at any step, and the weights move by momentum and decay.
+
+    Args:
+        norm: a scalar, of the gradients before clipping.
+        step: in place of the optimiser's own.
+    """
+    if norm.is_cpu:
+        if bad := not math.isfinite(norm.item()):
+            optimizer._opt_called = True  # else torch's schedules warn that they are stepped first
+        else:
+            (step or optimizer.step)()
+        return bad
+    if skip:
+        _leave_out_if(~torch.isfinite(norm), optimizer)
+    (step or optimizer.step)()
+    return False
+
+
+@torch.no_grad()
+def _leave_out_if(bad: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Let the next step do nothing, or little, where ``bad`` is true: a scalar on the device, which stays there."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()  # as torch's GradScaler tells it
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(bad, 0)  # zero times not a number is no number
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Pages to look at: contact sheets and confusion matrices as PNG, tables as csv."""
+"""Pages to look at: contact sheets, confusion matrices and curves as PNG, tables as csv."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unicodedata import east_asian_width
 import numpy as np
 
 from core.errors import is_main_process, warn_once
-from core.results import write_file
+from core.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,6 +137,32 @@ def confusion_matrix(path: str | Path, counts: np.ndarray, names: Sequence[str],
         for row, column in np.argwhere(counts) if classes <= FEW else ():
             color = "white" if shares[row, column] > 0.3 else "black"
             axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=7, color=color)
+
+
+def curves(
+    path: str | Path, found: Mapping[str, Sequence[tuple[int, float]]], title: str, x_label: str, y_label: str
+) -> None:
+    """Draw curves on the main process.
+
+    Args:
+        found: points of each curve by its label, whole numbers along x; a curve without points is left out.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if not _draws(path):
+        return
+    with _page(path, 1024, 576, layout="constrained") as figure:
+        axes = figure.add_subplot()
+        for label, points in found.items():
+            if points:
+                marks = "o-" if len(points) <= 40 else "-"
+                axes.plot(*zip(*points, strict=True), marks, markersize=4, linewidth=1.4, label=label)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.set_title(one_line(title, 100), parse_math=False)  # a run's name may hold a $
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def _draws(path: str | Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,12 +117,12 @@ def _images(args: Namespace) -> list[str]:
 
 def _look_at(path: Path) -> None:
     """Refuse what is on this machine, and no pipeline."""
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, false for a name that is no path
         raise UserError(
             f"{path} is a single file; turn it into a pipeline's folder with diffusers' from_single_file and "
             "save_pretrained, and name that"
         )
-    if not path.is_dir() or (path / "model_index.json").is_file():
+    if not os.path.isdir(path) or (path / "model_index.json").is_file():
         return
     if (path / "adapter_config.json").is_file() or list(path.glob("*lora*.safetensors")):
         raise UserError(f"{path} is a LoRA adapter, no whole pipeline; give it as --lora_id, beside the pipeline")

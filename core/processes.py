@@ -16,17 +16,19 @@ from signal import SIGALRM, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
 
 from core.errors import UserError
 from core.lines import Lines, write
+from core.preemption import EXIT_CODE
 
 SETTLE = 1.0  # seconds in which ranks that end because another one failed still end by themselves
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL, for what outlives a failed rank
-SAVING = 30.0  # the same after a signal from outside, when ranks may be saving
+SAVING = 30.0  # the same after a signal from outside, when ranks may be saving, unless the user says otherwise
 
 # Which signals are passed on, and as what. mpirun ends the job at once on INT and TERM, but hands others on: through it
-# the two travel under other names, and get their own back before the rank. DeepSpeed's launcher knows TERM only.
+# the two travel under other names, and get their own back before the rank. DeepSpeed's launcher knows TERM only; a
+# recipe takes USR1 for the same.
 PASSED = {SIGINT: SIGINT, SIGTERM: SIGTERM, SIGUSR1: SIGUSR1}
 ENGINE_SIGNALS = {
     "mpirun": {SIGINT: SIGALRM, SIGTERM: SIGUSR2, SIGUSR1: SIGUSR1},
-    "deepspeed": {SIGINT: SIGTERM, SIGTERM: SIGTERM},
+    "deepspeed": dict.fromkeys(PASSED, SIGTERM),
 }
 KEEPER_SIGNALS = PASSED | {SIGALRM: SIGINT, SIGUSR2: SIGTERM}
 
@@ -59,10 +61,13 @@ class Processes:
         size: number of ranks of the whole job. Lines of a single one are not marked.
         signals: which are passed on, as what.
         first: rank of the first process.
+        grace: seconds from SIGTERM, or the first rank's end by `preemption`, until ranks that still run are killed.
     """
 
-    def __init__(self, kind: str, size: int, signals: dict[int, int] = PASSED, first: int = 0) -> None:
-        self.kind, self.size, self.signals, self.first = kind, size, signals, first
+    def __init__(
+        self, kind: str, size: int, signals: dict[int, int] = PASSED, first: int = 0, grace: float = SAVING
+    ) -> None:
+        self.kind, self.size, self.signals, self.first, self.grace = kind, size, signals, first, grace
         self.lines = Lines(kind, size > 1, self.end)
         self.alive: dict[int, subprocess.Popen] = {}  # by rank
         self.codes: dict[int, int] = {}  # of ranks that have ended
@@ -72,13 +77,13 @@ class Processes:
         self.steps = [signals[SIGTERM], SIGKILL]  # how what does not end is ended, from `next_at` on
         if kind == "engine":
             self.steps.insert(1, SIGTERM)  # it ends its ranks, on all machines, before it is ended
-        self.next_at = float("inf")
+        self.next_at, self.patient = float("inf"), False
 
     def run(self, commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
         """Run the commands (arguments, environment) until all have ended; return the exit code.
 
         It is that of the rank which failed first (128 + signal); after SIGINT or SIGTERM 128 + signal, unless all ranks
-        ended with one code of their own.
+        ended with one code of their own; after a preemption 75, whichever rank was asked.
 
         Raises:
             UserError: a process cannot be started.
@@ -132,14 +137,14 @@ class Processes:
     def receive(self, number: int, _frame: object = None) -> None:
         """Pass a signal on. It kills nobody at first: the ranks may be saving."""
         self.received.append(KEEPER_SIGNALS[number])
-        if number not in self.signals:
-            write(2, b"SIGUSR1 does not reach ranks that DeepSpeed's launcher started\n")
-            return
         self.send(self.signals[number])
-        if SIGTERM in self.received or self.received.count(SIGINT) > 1:  # a signal asked them: the rest of the steps
-            self.steps = self.steps[-2:] if self.kind == "engine" else self.steps[-1:]
-            wait = 0 if self.received.count(SIGINT) > 1 else SAVING
-            self.next_at = min(self.next_at, time.monotonic() + wait)
+        if SIGTERM in self.received or self.received.count(SIGINT) > 1:
+            self.limit(0 if self.received.count(SIGINT) > 1 else self.grace)
+
+    def limit(self, seconds: float) -> None:
+        """A signal has asked the ranks to end: the rest of the steps comes after so many seconds."""
+        self.steps = self.steps[-2:] if self.kind == "engine" else self.steps[-1:]
+        self.next_at, self.patient = min(self.next_at, time.monotonic() + seconds), seconds > 0
 
     def send(self, number: int) -> None:
         for process in list(self.alive.values()):
@@ -173,14 +178,22 @@ class Processes:
             self.lines.tell_end(rank, code)
         elif code:
             now = time.monotonic()
+            if code == EXIT_CODE and not (self.failures or self.received):  # the others may not know
+                self.send(self.signals[SIGTERM])
+                self.limit(self.grace)
             self.failures.append((now, rank, code))
-            self.next_at = min(self.next_at, now + (SAVING if self.received else SETTLE))
+            self.next_at = min(self.next_at, now + (self.grace if self.received or self.patient else SETTLE))
 
     def escalate(self, now: float) -> None:
         """Take the next step against what outlives a failed rank, or a signal for too long."""
         if now < self.next_at or not self.steps:
             return
         (step, *self.steps), self.next_at = self.steps, now + GRACE
+        if self.patient and self.kind != "keeper":
+            left = ", ".join(str(rank) for rank in range(self.size) if rank not in self.codes)
+            with suppress(BrokenPipeError):
+                write(2, f"killed, not ended after {self.grace:g} seconds (--grace_seconds): rank {left}\n".encode())
+            self.patient = False
         if step != SIGKILL:
             self.send(step)
             return
@@ -189,18 +202,26 @@ class Processes:
 
     def first_failure(self) -> tuple[float, int, int]:
         """Of the ranks that failed at nearly the same time the first that was no victim of another's end."""
-        near = [failure for failure in self.failures if failure[0] <= self.failures[0][0] + SETTLE]
+        failed = [failure for failure in self.failures if failure[2] != EXIT_CODE] or self.failures
+        near = [failure for failure in failed if failure[0] <= failed[0][0] + SETTLE]
+        return min(near, key=lambda failure: (self.victim(failure), failure[0]))
 
-        def victim(failure: tuple[float, int, int]) -> bool:
-            _, rank, code = failure
-            return code == 128 + SIGTERM or bool(PEER_GONE.search(b"\n".join(self.lines.tails[rank])))
+    def victim(self, failure: tuple[float, int, int]) -> bool:
+        """Whether a rank failed since others had ended, or were to."""
+        _, rank, code = failure
+        return code == 128 + SIGTERM or bool(PEER_GONE.search(b"\n".join(self.lines.tails[rank])))
 
-        return min(near, key=lambda failure: (victim(failure), failure[0]))
+    def preempted(self) -> bool:
+        """Whether the ranks ended by `preemption`, but for victims of the others' end."""
+        codes = [code for _, _, code in self.failures]
+        return EXIT_CODE in codes and all(one[2] == EXIT_CODE or self.victim(one) for one in self.failures)
 
     def exit_code(self) -> int:
         """The exit code of the whole job, see `run`."""
         asked = next((number for number in self.received if number in (SIGINT, SIGTERM)), None)
         codes = set(self.codes.values())
+        if len(self.codes) == self.size and self.preempted():
+            return EXIT_CODE
         if asked and (len(self.codes) < self.size or len(codes) > 1 or codes == {128 + SIGKILL}):
             return 128 + asked
         if self.failures:
@@ -209,7 +230,8 @@ class Processes:
 
     def report(self) -> None:
         """Say last which rank failed first, and what it said: the rest has scrolled away."""
-        if not self.failures or SIGINT in self.received or SIGTERM in self.received or self.size == 1:
+        asked = SIGINT in self.received or SIGTERM in self.received or self.preempted()
+        if not self.failures or asked or self.size == 1:
             return
         _, rank, code = self.first_failure()
         names = {128 + number: number.name for number in signal.Signals}

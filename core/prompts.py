@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from core.arguments import flag
 from core.errors import UserError, make_folder, warn_once
+from core.untrusted import read_text
 
 NO_EFFECT = {
     "use_cpu_rng": "images are always drawn from the host's generators",
@@ -269,12 +270,7 @@ def warn_of_cut(pipe: Any, takes: Mapping[str, Any], wanted: Sequence[Wanted], n
 def _lines(path: str | None) -> list[str]:
     if path is None:
         raise UserError("there is nothing to draw: give --prompts or --prompts_file")
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"--prompts_file: {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts_file: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    lines = read_text(path, "--prompts_file").splitlines()
     if not any(line.strip() for line in lines):
         raise UserError(f"--prompts_file: {path} has no prompt; write one a line")
     return [line.strip() for line in lines if line.strip()]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import platform
 import re
 import shutil
@@ -12,12 +10,12 @@ import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from core.errors import UserError, if_interrupted, is_main_process, make_folder, read_json_object, warn_once
+from core.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "datasets", "peft", "deepspeed", "habana-torch-plugin")
@@ -28,7 +26,18 @@ LEFTOVERS = (
     "adapter/adapter_*", "adapter/pytorch_lora_weights.safetensors", "loss_curve.png", "logs", "profile",
 )  # fmt: skip
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
-SECRET = re.compile(r"(?i)secret|passw|credential|(api|access)_?key|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)")
+SECRET = re.compile(
+    r"(?i)secret|passw|passphrase|credential|signature|(api|access|private|auth|ssh|account)[_-]?key"
+    r"|(?<!bos_)(?<!eos_)(?<!pad_)token(?!iz)"
+)
+# The same within an address: who asks (scheme://user:password@host), and what a query says about it.
+IN_ADDRESS = (
+    (re.compile(r"(?<=://)[^/\s?#]+@"), ""),
+    (
+        re.compile(rf"([?&][^=&\s]*(?:{SECRET.pattern.replace('(?i)', '')}|\bsig)[^=&\s]*=)[^&\s#]+", re.I),
+        r"\1(left out)",
+    ),
+)
 # What a published figure says about itself; every other key is a flag with the value that the figure was made with.
 ABOUT_FIGURE = (
     "metric", "value", "status", "source", "pass_rule", "historical", "note", "distribution",
@@ -99,9 +108,10 @@ def check_published(published: Sequence[Any], file: str | None) -> None:
 
 
 def save_metrics(output_dir: str | Path, split: str, metrics: Mapping, run: Mapping | None = None) -> None:
-    """Write ``<split>_results.json`` and merge it into ``all_results.json``, on the main process.
+    """Merge a split's metrics into ``all_results.json``, and write ``<split>_results.json``, on the main process.
 
-    JSON has no NaN and no infinity: such a value becomes null, and the file's ``notes`` say what it was.
+    The second comes last: a run that was killed and finds it need not report the split again. JSON has no NaN and no
+    infinity: such a value becomes null, and the file's ``notes`` say what it was.
 
     Args:
         output_dir: made if it is missing.
@@ -116,43 +126,19 @@ def save_metrics(output_dir: str | Path, split: str, metrics: Mapping, run: Mapp
     plain = _plain(metrics, "", notes := {})
     for name, note in notes.items():
         warn_once(f"{split}_results.json: {name} {note}; the file says null")
-    write_json(Path(output_dir) / f"{split}_results.json", plain | ({"notes": notes} if notes else {}))
     path = Path(output_dir) / "all_results.json"
     try:
         merged = read_json_object(path, "all_results.json") if path.exists() else {}
     except UserError as error:  # a finished run must not lose its metrics to an old, broken file
         warn_once(f"{error}; it is written anew")
         merged = {}
+    own = plain | ({"notes": dict(notes)} if notes else {})
     notes |= {name: note for name, note in merged.pop("notes", {}).items() if name not in plain}
     merged |= plain | ({"notes": notes} if notes else {})
     write_json(path, merged | ({"run": _plain(run, "", {})} if run is not None else {}))
-
-
-def write_file(path: str | Path, content: bytes, option: str = "--output_dir") -> None:
-    """Write a file so that a reader, or a crash, sees the old one or the new one, never a part.
-
-    Raises:
-        UserError: the file cannot be written; the line names ``option``, which says where it is.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room or give another {option}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-
-
-def write_json(path: str | Path, content: Mapping) -> None:
-    """Write one JSON object, whole or not at all, see `write_file`."""
-    write_file(path, (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
+    write_json(Path(output_dir) / f"{split}_results.json", own)
+    for rest in Path(output_dir).glob(".*_results.json.*"):  # of a run that was killed while it wrote
+        rest.unlink(missing_ok=True)
 
 
 def _plain(value: Any, name: str, notes: dict[str, str]) -> Any:
@@ -189,8 +175,14 @@ def describe_run(args: Namespace, device: Mapping[str, Any] | None = None) -> di
 def _without_secrets(content: Any, name: str = "") -> Any:
     if isinstance(content, Mapping):
         return {key: _without_secrets(value, str(key)) for key, value in content.items()}
-    is_number = content is None or isinstance(content, (int, float))  # a number of tokens is no secret
-    return content if is_number or not SECRET.search(name) else "(left out)"
+    if isinstance(content, (list, tuple)) and not SECRET.search(name):
+        return [_without_secrets(item) for item in content]
+    if content is None or isinstance(content, (int, float)):  # a number of tokens is no secret
+        return content
+    if isinstance(content, (str, Path)) and "://" in str(content):
+        for pattern, instead in IN_ADDRESS:
+            content = pattern.sub(instead, str(content))
+    return "(left out)" if SECRET.search(name) else content
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from argparse import Namespace
@@ -15,18 +14,31 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from core import adapters, checkpoint, deepspeed_config, distributed, graphs, optimizers, results, state, strategies
-from core.data import Batch
+from core import (
+    adapters,
+    checkpoint,
+    deepspeed_config,
+    distributed,
+    evaluation,
+    graphs,
+    locks,
+    optimizers,
+    preemption,
+    results,
+    state,
+    strategies,
+    tracking,
+)
 from core.device import select_device
 from core.errors import UserError, is_main_process, say, warn_once
+from core.files import by_product, write_file
 from core.gaudi_config import GaudiConfig
 from core.gradients import broadcast_buffers
 from core.memory import MemoryTracker
 from core.mixed_precision import effective_op_lists, resolve_precision
 from core.strategies import Replicated
-from core.stream import Loader
 from core.throughput import Throughput
-from core.tracking import banner, tracker_names
+from core.tracking import banner
 from core.zero import Zero, announce
 
 
@@ -63,13 +75,13 @@ class Run:
         distributed.start(self.device, args.ddp_timeout, always=bool(args.deepspeed))
         graphs.check(args, self.device)
         strategies.check(args)
-        self.deepspeed = self._deepspeed_config()
+        self.deepspeed = deepspeed_config.of_run(args, distributed.world_size(), gaudi_config)
         self.precision = resolve_precision(args, gaudi_config, self.device, bool(self.deepspeed))
         self.autocast = self.precision.autocast
         self.op_lists = effective_op_lists(gaudi_config, self.device)
         for key, ops in self.op_lists.items():
             say(f"{key}: {' '.join(ops)}")
-        tracker_names(args.report_to)
+        tracking.check(args)
         results.check_published(args.run_file["published"], args.config)
         if args.resume_from_checkpoint and not args.do_train:
             warn_once("--resume_from_checkpoint goes on with training; to evaluate a checkpoint, name it as the model")
@@ -88,6 +100,7 @@ class Run:
             self._announced = announce(args, self.deepspeed)
         args.output_dir = distributed.on_main(lambda: str(results.claim_output_dir(args, name)))
         self.output_dir, asked = Path(args.output_dir), args.resume_from_checkpoint if args.do_train else None
+        distributed.on_main(lambda: locks.hold(self.output_dir) or "")
         found = distributed.on_main(lambda: str(checkpoint.find(asked, self.output_dir) or ""))
         self.resume_from = Path(found) if found else None
         self.seed(args.seed)
@@ -96,28 +109,8 @@ class Run:
         self.metrics: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self._inference_model: nn.Module | None = None
+        self._unsaved: UserError | None = None  # the model, with --on_save_error continue: the run's last word
         self._strategy: Replicated | Zero | None = None
-
-    def _deepspeed_config(self) -> dict[str, Any] | None:
-        """Load and check what ``--deepspeed`` names; None where it would do nothing."""
-        args = self.args
-        if not args.deepspeed:
-            return None
-        config = deepspeed_config.load(args.deepspeed)
-        if "zero_optimization" not in config:
-            raise UserError(f"--deepspeed {args.deepspeed} has no zero_optimization block; DDP needs no --deepspeed")
-        config = deepspeed_config.resolve(config, args, distributed.world_size(), gaudi_config=self.gaudi_config)
-        if config["bf16"]["enabled"] is True and not args.bf16:
-            say("bf16: as the DeepSpeed configuration says, although --bf16 is not given")
-            args.bf16 = True
-        stage = config["zero_optimization"]["stage"]
-        if stage == 3 and args.use_hpu_graphs_for_inference:
-            warn_once("--use_hpu_graphs_for_inference has no effect under ZeRO-3: a replay would gather no weights")
-            args.use_hpu_graphs_for_inference = False
-        if not args.do_train and stage < 3:
-            say(f"--deepspeed: ZeRO stage {stage} shards what training needs; evaluation alone has nothing to shard")
-            return None
-        return config
 
     def seed(self, seed: int) -> None:
         """Seed every random generator of this process."""
@@ -166,6 +159,22 @@ class Run:
         precision = "bf16" if self.precision.name.startswith("bf16") else "fp32"
         return Throughput(self.device, self.args.throughput_warmup_steps, distributed.world_size(), precision=precision)
 
+    def asked_to_end(self) -> bool:
+        """Whether any rank got a signal to end; from then on all ranks know of it. All ask together."""
+        asked, seconds = distributed.sum_over_ranks([float(preemption.asked()), preemption.seconds_since()])
+        if asked:
+            preemption.note(seconds / asked)
+        return bool(asked)
+
+    def end_if_asked(self, safe: str) -> None:
+        """End the run if any rank got a signal; else from now on a signal ends it at once. All ranks call it.
+
+        Raises:
+            Preempted: so it is; ``safe`` tells what is done, and need not be done again.
+        """
+        self.asked_to_end()
+        preemption.release(safe)
+
     def inference_model(self) -> nn.Module:
         """The model to evaluate: with recorded graphs if asked for, but not while training (they drop gradients)."""
         if self.model.training:
@@ -174,52 +183,7 @@ class Run:
             self._inference_model = graphs.cache_inference_graphs(self.model, self.args, self.device)
         return self._inference_model
 
-    def evaluate(
-        self, loader: Loader, forward: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]], phase: str
-    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Run ``forward`` over a whole data set: every row counts once, at any batch size and on any number of ranks.
-
-        Args:
-            loader: the data set, in order or not.
-            forward: returns the sum of the batch's token losses, and per-row outputs (batch, ...) or None.
-            phase: ``eval`` or ``predict``; prefix of the metrics.
-
-        Returns:
-            Metrics (loss per token, speed), and the rows' outputs on the host, in the order of the data set, on all
-            ranks alike.
-        """
-        if self._strategy:
-            broadcast_buffers(self.model)  # such as running statistics: rank 0's are what is saved
-        meter, training, ids, outputs, losses, targets = self.meter(), self.model.training, [], [], [], 0
-        self.ledger.declare(phase, len(loader.buckets))
-        with self.memory.phase(phase), torch.no_grad():
-            self.model.eval()
-            meter.start()
-            for window in meter.received(loader.windows()):
-                batch = self.device.move(window.batches[0], self.args.non_blocking_data_copy)
-                new = self.ledger.see(phase, batch)[1] and self.device.compiles
-                if new:
-                    meter.edge()
-                with self.autocast():
-                    loss_sum, rows = forward(batch)
-                self.device.step_boundary()
-                losses.append(loss_sum)
-                targets += window.targets
-                if rows is not None:
-                    ids += window.row_ids
-                    outputs.append(rows[: len(window.row_ids)].cpu())  # filler comes last
-                meter.step(window.rows, window.tokens, cold=new)
-            total = torch.stack(losses).cpu().double().sum().item() if losses else 0.0
-            total = distributed.sum_over_ranks([total])[0]
-            self.model.train(training)
-        metrics = {f"{phase}_loss": total / targets if targets else math.nan, **meter.metrics(phase)}
-        if not outputs:
-            return metrics, []
-        numbers = torch.cat(distributed.gather_rows(torch.tensor(ids, dtype=torch.int64)))
-        gathered = torch.cat(distributed.gather_rows(torch.cat(outputs)))
-        whole = torch.empty_like(gathered)  # which holds every row once
-        whole[numbers] = gathered
-        return metrics, list(whole)
+    evaluate = evaluation.evaluate
 
     def save_model(self, folder: Path, *companions: Any, part: str = "", override: Any = None) -> None:
         """Write weights, Gaudi configuration and what has ``save_pretrained`` (a tokenizer, a processor).
@@ -232,7 +196,14 @@ class Run:
         """
         main = checkpoint.OnMain()
         self.write_model(main, folder, *companions, part=part, publish=override or {})
-        main.agree(f"{folder}: the model cannot be written: {{}}")
+        try:
+            main.agree(f"{folder}: the model cannot be written: {{}}")
+        except UserError as error:
+            if self.args.on_save_error == "stop":
+                raise
+            warn_once(f"--on_save_error continue: {error}")
+            self._unsaved = error
+        self.end_if_asked("the model is saved; evaluation was not at its end" if not self._unsaved else "at its end")
 
     def write_model(self, main: Any, folder: Path, *others: Any, part: str = "", publish: Any = None) -> None:
         """The same through ``main``, which tells of a failure later; not to ``publish``: adapters alone. For all."""
@@ -241,15 +212,25 @@ class Run:
         adapted = adapters.has_adapters(self.model)
         only = adapters.names(self.model) if adapted and publish is None else None
         weights = self._strategy.weights(only) if self._strategy else None
+        if weights is None and main.puts_off:
+            named = dict(self.model.named_parameters())
+            weights = state.copies(main, {name: named[name] for name in only} if adapted else self.model.state_dict())
         if publish:
             weights = state.with_others(self.model, weights, publish)
         if adapted:
-            main(adapters.save, self.model, folder if publish is None else folder / "adapter", weights)
+            main.later(adapters.save, self.model, folder if publish is None else folder / "adapter", weights)
         if not adapted or publish is not None:
             plain = adapters.merged if adapted else lambda model, weights: weights
-            main(lambda: state.save_model(self.model, folder / part, plain(self.model, weights), publish is not None))
+
+            def save() -> None:
+                state.save_model(self.model, folder / part, plain(self.model, weights), publish is not None)
+
+            main.later(save)
         for companion in (self.gaudi_config, *others):
-            main(companion.save_pretrained, folder)
+            if hasattr(companion, "save_through"):  # it has tensors that training changes
+                companion.save_through(main, folder)
+            else:
+                main(companion.save_pretrained, folder)
 
     def report(self, split: str, metrics: dict[str, Any], texts: Sequence[str] = ()) -> None:
         """Print a split's metrics and write them to ``<split>_results.json`` and ``all_results.json`` at once.
@@ -259,17 +240,30 @@ class Run:
         if not metrics:
             return  # what an earlier process measured stays
         self.metrics |= metrics
-        if texts and split == "predict" and is_main_process():
-            lines = "".join(" ".join(text.split()) + "\n" for text in texts)
-            (self.output_dir / "generated_predictions.txt").write_text(lines, encoding="utf-8")
         facts = {"name": self.device.name, "execution_mode": self.device.mode, "precision": self.precision.name}
         run = results.describe_run(self.args, facts | {"world_size": distributed.world_size()})
         run |= {"op_lists": self.op_lists, "batch_shapes": self.ledger.report()}
         run["peak_memory (GB)"] = self.memory.peaks()
         run["graphs_compiled"] = graphs.compile_count(self.device)
-        results.save_metrics(self.output_dir, split, metrics, run)
-        say(f"\n{split}\n" + banner({f"  {name}": results.show(value) for name, value in metrics.items()}))
         self.facts = run
+        say(f"\n{split}\n" + banner({f"  {name}": results.show(value) for name, value in metrics.items()}))
+
+        def write() -> None:
+            results.save_metrics(self.output_dir, split, metrics, run)
+            if texts and split == "predict" and is_main_process():
+                lines = "".join(" ".join(text.split()) + "\n" for text in texts)
+                write_file(self.output_dir / "generated_predictions.txt", lines.encode("utf-8", "replace"))
+
+        self.by_product(write)
+
+    def by_product(self, write: Callable[[], None]) -> None:
+        """Write files that the run can do without: see `files.by_product`. All ranks call it, and know of an error."""
+
+        def work() -> None:
+            with by_product(self.args.on_save_error):
+                write()
+
+        distributed.together(work)
 
     def finish(self) -> dict[str, Any]:
         """Print measured beside published figures, where the run file has any, and return all metrics."""
@@ -277,6 +271,8 @@ class Run:
             say(line)
         say(f"\nall results: {self.output_dir / 'all_results.json'}")
         self.close()
+        if self._unsaved:
+            raise self._unsaved
         return self.metrics
 
     def close(self) -> None:

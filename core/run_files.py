@@ -11,13 +11,15 @@ from core.errors import UserError, did_you_mean, json_kind, read_json_object
 RUN_FILE_KEYS = {"description": str, "command": str, "args": dict, "published": list, "caveats": list}
 
 
-def read_run_file(path: str | Path) -> dict[str, Any]:
+def read_run_file(path: str | Path | None) -> dict[str, Any]:
     """Read a run file: ``{"description", "command", "args": {flag: value}, "published": [...], "caveats": [...]}``.
+
+    Keys that it does not have, and without a path all of them, are empty.
 
     Raises:
         UserError: no such file, no JSON object, an unknown key, or a value of another kind than `RUN_FILE_KEYS` says.
     """
-    content = read_json_object(path, "--config")
+    content = {} if path is None else read_json_object(path, "--config")
     for key, value in content.items():
         if key not in RUN_FILE_KEYS:
             raise UserError(f"--config: {path}: unknown key {key!r}{did_you_mean(key, RUN_FILE_KEYS)}")
@@ -34,7 +36,8 @@ def run_file_flags(arguments: dict[str, Any]) -> list[str]:
             raise UserError(f"{name!r} is no flag that a run file can set")
         words = [str(v) for v in value] if isinstance(value, list) else []
         if isinstance(value, dict) or any(re.match(r"-\D|[\[{]", word) for word in words):
-            raise UserError(f"--{name}: {value!r} is no value of a flag; give text, a number, true, false or null")
+            shown = "what it holds" if "token" in name else repr(value)  # it is said to everybody who reads the log
+            raise UserError(f"--{name}: {shown} is no value of a flag; give text, a number, true, false or null")
         if value is not None:
             tokens += [f"--{name}", *words] if isinstance(value, list) else [f"--{name}={value}"]
     return tokens

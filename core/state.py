@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from core import adapters, distributed
+from core import adapters, distributed, generators
 from core.checkpoint import OnMain
 from core.device import Device
 from core.errors import UserError, is_main_process, read_json_object
@@ -39,8 +37,9 @@ def save_model(
         return
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=publish)
-        if weights:  # it has written down the working dtype, which these weights do not have
-            note_dtype(folder, next(iter(weights.values())).dtype)
+        dtypes = (tensor.dtype for tensor in (weights or {}).values() if tensor.is_floating_point())
+        if dtype := next(dtypes, None):  # it has written down the working dtype, which these weights may not have
+            note_dtype(folder, dtype)
         return
     tensors, seen = {}, set()
     for name, tensor in (model.state_dict() if weights is None else weights).items():
@@ -81,6 +80,15 @@ def with_others(
         second = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
         weights = {name: tensor for name, tensor in model.state_dict().items() if name not in second}
     return {**weights, **others}
+
+
+def copies(main: OnMain, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy a model's weights, for what ``main`` writes later: names that share storage share the copy, too."""
+    of_place: dict[Any, torch.Tensor] = {}
+    for tensor in weights.values():
+        if _place(tensor) not in of_place:
+            of_place[_place(tensor)] = main.copy(tensor)
+    return {name: of_place[_place(tensor)] for name, tensor in weights.items()}
 
 
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:
@@ -140,8 +148,9 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def save_each(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, name: str, main: OnMain) -> None:
-    """Write ``<name>.safetensors``, and ``<name>-1`` and so on once a file is full: no more is held on the host.
+    """Write ``<name>.safetensors``, and ``<name>-1`` and so on once a file is full.
 
+    No more than that is held on the host, unless ``main`` writes later.
     All ranks call it and read ``tensors`` to the end, since each may be gathered from all of them.
     """
     held: dict[str, torch.Tensor] = {}
@@ -150,11 +159,11 @@ def save_each(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, name: s
         if main.failure or not is_main_process():
             continue
         if size + tensor.nbytes > FILE_BYTES and held:
-            main(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
+            main.later(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
             held, size, number = {}, 0, number + 1
-        held[key] = tensor.detach().cpu().contiguous().clone()
+        held[key] = main.copy(tensor)
         size += tensor.nbytes
-    main(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
+    main.later(save_file, held, folder / f"{name}{f'-{number}' if number else ''}.safetensors")
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
@@ -204,14 +213,15 @@ def save_training(
     state is gathered, each rank has a number of its ``own``, and random generators (``rank-<N>.json`` beyond rank 0).
     """
     save_each(strategy.named_state(), folder, "optimizer", main)
-    ranks = [json.loads(text) for text in distributed.gather_texts(json.dumps(_generators(device) | {"own": own}))]
-    main(save_tensors, device.rng_state(), folder / "rng.safetensors")
+    mine = json.dumps(generators.as_json(device) | {"own": own})
+    ranks = [json.loads(text) for text in distributed.gather_texts(mine)]
+    main.later(save_tensors, device.rng_state(), folder / "rng.safetensors")
     training = {"optimizer": family(strategy.optimizer), "schedule_steps": _schedule_steps(schedule)}
     training |= {name: ranks[0][name] for name in ("python_random", "numpy_random")}
     training["own"] = [rank.pop("own") for rank in ranks]
-    main(_write_json, folder / "state.json", {**state, "training": training})
+    main.later(_write_json, folder / "state.json", {**state, "training": training})
     for number, rank in enumerate(ranks[1:], start=1):
-        main(_write_json, folder / f"rank-{number}.json", rank)
+        main.later(_write_json, folder / f"rank-{number}.json", rank)
 
 
 def _schedule_steps(schedule: Any) -> list[int]:
@@ -242,17 +252,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
 
 
-def _generators(device: Device) -> dict[str, Any]:
-    """This rank's random generators, as JSON holds them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    states = {name: bytes(state.tolist()).hex() for name, state in device.rng_state().items()}
-    return {
-        "device_random": states,
-        "python_random": [python[0], list(python[1]), python[2]],
-        "numpy_random": [numpy[0], numpy[1].tolist(), *numpy[2:]],
-    }
-
-
 def load_training(folder: Path, strategy: Any, schedule: Any, device: Device) -> tuple[dict[str, Any], list[Any]]:
     """Put back what `save_training` wrote; returns its ``state``, and ``own`` of each rank that there was.
 
@@ -262,22 +261,26 @@ def load_training(folder: Path, strategy: Any, schedule: Any, device: Device) ->
         UserError: a file cannot be read, or the optimiser is of another family.
     """
     state = read_json_object(folder / "state.json", "checkpoint")
-    training = state.pop("training")
+    with of_a_run(folder):
+        return state, _put_back(folder, state.pop("training"), strategy, schedule, device)
+
+
+@contextmanager
+def of_a_run(folder: Path) -> Iterator[None]:
+    """What does not have the form that a run gives it is a `UserError` about the folder."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        what = f"{folder} is not what a run writes ({type(error).__name__}: {error})"
+        raise UserError(f"{what}; give another checkpoint") from error
+
+
+def _put_back(folder: Path, training: dict[str, Any], strategy: Any, schedule: Any, device: Device) -> list[Any]:
     strategy.load_named_state(TensorFiles(*sorted(folder.glob("optimizer*.safetensors"))), training["optimizer"])
     _resume_schedule(schedule, strategy.optimizer, training["schedule_steps"])
-    at = distributed.rank()
-    file = folder / f"rank-{at}.json"
-    if at == 0:
-        tensors, mine = dict(TensorFiles(folder / "rng.safetensors")), training
+    file = folder / f"rank-{distributed.rank()}.json"
+    if is_main_process():
+        generators.put_back(device, training, TensorFiles(folder / "rng.safetensors"))
     elif file.exists():
-        mine = read_json_object(file, "checkpoint")
-        states = {name: bytes.fromhex(text) for name, text in mine["device_random"].items()}
-        tensors = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in states.items()}
-    else:
-        return state, training.get("own", [])
-    device.set_rng_state(tensors)
-    version, words, gauss = mine["python_random"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = mine["numpy_random"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    return state, training.get("own", [])
+        generators.put_back(device, read_json_object(file, "checkpoint"))
+    return training.get("own", [])

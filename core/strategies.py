@@ -91,6 +91,7 @@ class Replicated:
         self.module = self.model = model
         self.optimizer = optimizers.create_optimizer(model, args, gaudi_config, device)
         self.clipper = optimizers.Clipper(model, args.max_grad_norm, gaudi_config, device)
+        self.skip = args.on_nonfinite == "skip"
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         # Recorded graphs write into the same gradients again, so those must stay where they are.
         self.forget = not args.use_hpu_graphs_for_training
@@ -161,9 +162,13 @@ class Replicated:
                 parameter.grad = None
 
     def step(self) -> torch.Tensor:
-        """Clip, update and forget the gradients; returns their norm before clipping, a scalar."""
+        """Clip, update and forget the gradients; returns their norm before clipping, a scalar.
+
+        If it is not finite, no update is made, or one that waits for nothing: see `optimizers.update`. All ranks decide
+        alike: it is the norm of the gradients' average.
+        """
         norm = self.clipper.clip()
-        self.optimizer.step()
+        optimizers.update(self.optimizer, norm, self.skip)
         self.module.zero_grad(set_to_none=self.forget)
         return norm
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from tqdm import tqdm
 
 from core.device import Device
-from core.errors import UserError, did_you_mean, is_main_process, warn_once
+from core.errors import UserError, did_you_mean, is_main_process, make_folder, warn_once
+from core.files import by_product, not_written, write_file
+from core.pages import curves
+from core.records import CSV_NAME, CSVTracker, read_csv
 
-CSV_NAME = "metrics.csv"
+ROOM = 100_000  # bytes that must find a place before a tracker starts anew on a disk that was full
 SEVERAL_IMAGES = ("wandb", "swanlab")  # trackers that take a list of images under one name
 
 
@@ -41,75 +43,24 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read the complete rows of a log file that `CSVTracker` wrote; a last line without an end is not one."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    return [row for row in csv.DictReader(f"{line}\n" for line in lines) if (row.get("step") or "").isdigit()]
-
-
-class CSVTracker(GeneralTracker):
-    """One row per log record in ``metrics.csv``. A column that appears later is added to the earlier rows, empty.
-
-    Args:
-        run_name: not used; accelerate gives it to every tracker.
-        logging_dir: folder of the file.
-        start_step: rows of later steps are dropped, the others kept: those steps run again. 0 drops all.
-    """
-
-    name = "csv"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike, start_step: int = 0) -> None:
-        super().__init__()
-        self.path = Path(logging_dir, CSV_NAME)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read_csv(self.path) if 0 < start_step >= int(row["step"])]
-        self.columns = list(kept[0]) if kept else ["step"]
-        self._write(kept)
-
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json.dumps(values, indent=2, ensure_ascii=False)
-        self.path.with_name("hyperparameters.json").write_text(text + "\n", encoding="utf-8")
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        row = {"step": step, **values}
-        new = [key for key in row if key not in self.columns]
-        if new:
-            self.columns += new
-            self._write(read_csv(self.path))
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
-
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        scratch = self.path.with_suffix(".new")
-        with open(scratch, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self.columns, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(scratch, self.path)  # a run that is killed here keeps its old log
-
-
 class Tracker:
     """Shows and records a run; on ranks other than 0 it does nothing.
 
     CSV is always written. ``--report_to`` adds trackers: "all" is TensorBoard if it is installed, "none" is none;
     those that send data to a service run only if they are named.
 
+    What cannot be written stops the run, or with ``--on_save_error continue`` is a warning: that record is lost, later
+    ones are written when there is room.
+
     Args:
-        args: ``report_to``, ``logging_dir``, ``run_name`` and ``disable_tqdm``.
+        args: ``report_to``, ``logging_dir``, ``run_name``, ``disable_tqdm`` and ``on_save_error``.
         output_dir: gets ``loss_curve.png``, and ``logs/`` if there is no ``--logging_dir``.
         total_steps: optimiser steps of the whole run.
         start_step: optimiser steps that an earlier process has done; records of later steps are dropped.
         loss_label: axis label of the loss curve.
 
     Raises:
-        UserError: ``--report_to`` names an unknown tracker, or one that is not installed.
+        UserError: see `check`; or a tracker cannot start, or a file cannot be written; that on rank 0 alone.
     """
 
     def __init__(
@@ -120,16 +71,16 @@ class Tracker:
         start_step: int = 0,
         loss_label: str = "loss (nats, mean over targets)",
     ) -> None:
-        names = tracker_names(args.report_to)  # on every rank: all stop on a wrong name
+        names = check(args)  # on every rank: all stop on a wrong name
         self.trackers: list[GeneralTracker] = []
+        self.stopped: list[str] = []  # by a full disk
+        self.on_save_error = args.on_save_error
         self.output_dir, self.loss_label = Path(output_dir), loss_label
         self.logging_dir = Path(args.logging_dir or self.output_dir / "logs")
         self.run_name = args.run_name or self.output_dir.resolve().name
         if is_main_process():
-            try:
-                self.trackers = [CSVTracker(self.run_name, self.logging_dir, start_step)]
-            except OSError as error:
-                raise UserError(f"--logging_dir: {self.logging_dir} cannot be written to: {error.strerror}") from None
+            make_folder(self.logging_dir, "--logging_dir")
+            self.trackers = [CSVTracker(self.run_name, self.logging_dir, start_step)]
             self.trackers += [self._start(name, start_step) for name in names]
         off = args.disable_tqdm or not self.trackers
         self.bar = _Bar(total=total_steps, initial=start_step, disable=off, unit="step", dynamic_ncols=True)
@@ -140,8 +91,11 @@ class Tracker:
         # TensorBoard hides what an earlier process wrote about the steps that run again.
         purge = {"purge_step": start_step + 1} if name == "tensorboard" and start_step else {}
         PartialState(cpu=True)  # the trackers make one if there is none, and that would open the accelerator
-        tracker = kind(*where, **purge)
-        tracker.start()
+        try:
+            tracker = kind(*where, **purge)
+            tracker.start()
+        except Exception as error:  # no room for its files, no login
+            raise UserError(f"--report_to {name} cannot start: {error}") from error
         return tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -149,7 +103,12 @@ class Tracker:
         self._each("store_init_configuration", flat(values))
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Record ``values`` of optimiser step ``step``; values of None are left out."""
+        """Record ``values`` of optimiser step ``step``; values of None are left out.
+
+        Raises:
+            UserError: a file cannot be written, on rank 0 alone.
+        """
+        self._start_again(step)
         self._each("log", flat(values), step=step)
 
     def log_images(self, name: str, images: Sequence[np.ndarray], step: int) -> None:
@@ -170,13 +129,26 @@ class Tracker:
             self._call(tracker, method, *values, **options)
 
     def _call(self, tracker: GeneralTracker, method: str, *values: Any, **options: Any) -> None:
-        try:
-            getattr(tracker, method)(*values, **options)
-        except Exception as error:  # a service that is down must not end a run of hours
-            if isinstance(tracker, CSVTracker):
-                raise
-            self.trackers.remove(tracker)
-            warn_once(f"--report_to {tracker.name} stopped ({error!r}); {CSV_NAME} has all records")
+        with by_product(self.on_save_error):
+            try:
+                getattr(tracker, method)(*values, **options)
+            except Exception as error:  # a service that is down must not end a run of hours
+                if isinstance(tracker, CSVTracker):
+                    raise
+                self.trackers.remove(tracker)
+                if isinstance(error, OSError) and tracker.requires_logging_directory:
+                    self.stopped.append(tracker.name)
+                    raise not_written(self.logging_dir / self.run_name, error, "--logging_dir") from None
+                warn_once(f"--report_to {tracker.name} stopped ({error!r}); {CSV_NAME} has all records")
+
+    def _start_again(self, step: int) -> None:
+        """Start anew what a full disk has stopped, once there is room: its own writer is of no more use."""
+        with suppress(UserError):
+            while self.stopped:
+                write_file(probe := self.logging_dir / ".room", bytes(ROOM))
+                probe.unlink()
+                self.trackers.append(self._start(self.stopped[0], step - 1))
+                del self.stopped[0]
 
     def advance(
         self,
@@ -194,11 +166,19 @@ class Tracker:
         self.bar.update(step - self.bar.n)
 
     def finish(self) -> None:
-        """Close the bar and all trackers, draw ``loss_curve.png``. A second call does nothing."""
+        """Close the bar and all trackers, draw ``loss_curve.png``. A second call does nothing.
+
+        What cannot be written is a warning: the trained model is not yet saved.
+        """
         self.bar.close()
+        self.on_save_error = "continue"
         if self.trackers:
             self._each("finish")
-            plot_losses(self.logging_dir / CSV_NAME, self.output_dir / "loss_curve.png", self.run_name, self.loss_label)
+            curve = self.output_dir / "loss_curve.png"
+            try:
+                plot_losses(self.logging_dir / CSV_NAME, curve, self.run_name, self.loss_label)
+            except Exception as error:  # a picture must not cost the model
+                warn_once(f"no loss curve: {error}")
         self.trackers = []
 
 
@@ -208,6 +188,18 @@ class _Bar(tqdm):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.shown: dict[str, str] = {}
+
+
+def check(args: Namespace) -> list[str]:
+    """Return the names of the trackers beside CSV.
+
+    Raises:
+        UserError: ``--report_to`` names an unknown tracker, or one that is not installed, or ``--run_name`` is a path.
+    """
+    name = args.run_name or ""
+    if name in (".", "..") or "\0" in name or "/" in name or "\\" in name:
+        raise UserError(f"--run_name {name} is a path; give a name: trackers make a folder of it in --logging_dir")
+    return tracker_names(args.report_to)
 
 
 def tracker_names(asked: list[str]) -> list[str]:
@@ -232,39 +224,34 @@ def profiler(args: Namespace, device: Device, output_dir: Path) -> Any:
         return None
     from torch import profiler as torch_profiler
 
+    def write(profile: Any) -> None:
+        try:
+            torch_profiler.tensorboard_trace_handler(str(output_dir / "profile"))(profile)
+        except (OSError, RuntimeError) as error:  # each rank writes its own: one without room must not leave the others
+            warn_once(f"--profiling_steps: no trace in {output_dir / 'profile'}: {error}")
+
     kinds = torch_profiler.ProfilerActivity
     own = getattr(kinds, device.torch_device.type.upper(), None)
     warmup, active = args.profiling_warmup_steps, args.profiling_steps
     return torch_profiler.profile(
         activities=sorted({kinds.CPU, own} - {None}, key=str),
         schedule=torch_profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1),
-        on_trace_ready=torch_profiler.tensorboard_trace_handler(str(output_dir / "profile")),
+        on_trace_ready=write,
         record_shapes=args.profiling_record_shapes,
         with_stack=args.profiling_with_stack,
     )
 
 
 def plot_losses(csv_path: Path, png_path: Path, title: str, loss_label: str) -> None:
-    """Draw training and evaluation loss (columns ``loss``, ``eval_loss``) over optimiser steps, if there is any."""
-    rows, curves = read_csv(csv_path), {}
+    """Draw training and evaluation loss (columns ``loss``, ``eval_loss``) over optimiser steps, if there is any.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    rows, found = read_csv(csv_path), {"training": [], "evaluation": []}
     for column, label in (("loss", "training"), ("eval_loss", "evaluation")):
-        curves[label] = [(int(row["step"]), float(row[column])) for row in rows if row.get(column)]
-    if not any(curves.values()):
-        return
-    try:
-        from matplotlib.figure import Figure  # without pyplot there is no window and no global state; it draws with Agg
-    except ImportError:
-        warn_once("matplotlib is not installed: no loss_curve.png")
-        return
-    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    for label, points in curves.items():
-        if points:
-            dense = label == "training" and len(points) > 40
-            axes.plot(*zip(*points, strict=True), "-" if dense else "o-", markersize=4, linewidth=1.4, label=label)
-    axes.set(xlabel="optimiser steps", ylabel=loss_label)
-    axes.set_title(title, parse_math=False)  # a run's name may hold a $
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(png_path)
+        for row in rows:
+            with suppress(KeyError, ValueError):  # most records have one of the two
+                found[label].append((int(row["step"]), float(row[column])))
+    if any(found.values()):
+        curves(png_path, found, title, "optimiser steps", loss_label)

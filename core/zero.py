@@ -8,6 +8,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from core.device import Device
 from core.errors import UserError, is_main_process
 from core.gaudi_config import GaudiConfig
 from core.graphs import repeated_blocks
+from core.group_norms import GroupNorms
 
 
 class Zero:
@@ -54,8 +56,8 @@ class Zero:
         config = deepspeed_config.resolve(config, args, distributed.world_size(), width, total_steps, gaudi_config)
         # Any optimiser whose update of an element needs that element alone is right on shares of flat tensors.
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        # Not a number in a gradient makes one in the loss, which the engine looks at. DeepSpeed would look at each
-        # step, with a collective of bytes, which HCCL may not have, and skip the update in silence.
+        # `step` looks at the norm that DeepSpeed computes anyway. Its own look would be, at each step, a collective of
+        # bytes, which HCCL may not have, and a wait for the device.
         config["bf16"].setdefault("check_grad_overflow", False)
         self.stage = config["zero_optimization"]["stage"]
         if args.use_zero3_leaf_promotion:
@@ -73,6 +75,14 @@ class Zero:
             )
         self.zero, self.schedule = wrapper, schedule if "scheduler" in config else None
         self.optimizer = getattr(wrapper, "optimizer", None)
+        if self.optimizer:
+            self._norms, plain, skip = GroupNorms(wrapper), self.optimizer.step, args.on_nonfinite == "skip"
+
+            def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+                if optimizers.update(optimizer, self._norms.whole(), skip, plain):
+                    self.zero.overflow = True  # DeepSpeed's word for it: the step is counted as skipped
+
+            self.optimizer.step = MethodType(step, self.optimizer)  # which DeepSpeed calls for each group
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         """The context of one micro-batch's passes; the window's ``last`` one is followed by a step."""
@@ -84,9 +94,19 @@ class Zero:
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is of the window already
 
     def step(self) -> torch.Tensor:
-        """Clip, update and forget the gradients; returns their norm before clipping, a scalar."""
+        """Clip, update and forget the gradients; returns their norm before clipping, a scalar, or not a number.
+
+        No update, or next to none, is then made: see `optimizers.update`. DeepSpeed 0.19 leaves it out by itself, for
+        which it waits for the device at each step, except in bf16 under stages 1 and 2.
+        """
+        self._norms.forget()
+        self.zero.overflow = False
         self.model.step()
-        return torch.as_tensor(self.model.get_global_grad_norm())
+        if self.zero.overflow:
+            self.optimizer._opt_called = True  # else torch's schedules warn that they are stepped first
+            if self.schedule:
+                self.schedule.step()  # DeepSpeed left this out, too
+        return self._norms.whole()
 
     def weights(self, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Gather weights on rank 0's host, trained ones in fp32; the other ranks get none. All ranks call it.

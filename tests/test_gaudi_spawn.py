@@ -56,11 +56,12 @@ def test_any_arguments_reach_the_runner(argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gaudi_spawn, "DistributedRunner", Runner)
         with pytest.raises(SystemExit) as left:
-            gaudi_spawn.main(["--use_deepspeed", "--world_size", "8", "train.py", *argv])
+            gaudi_spawn.main(["--use_deepspeed", "--world_size", "8", "--grace_seconds", "90", "train.py", *argv])
     assert left.value.code == 5
     assert seen.pop("commands") == [["train.py", *argv]]
     assert seen == {
-        "world_size": 8, "hostfile": None, "use_mpi": False, "use_deepspeed": True, "master_port": 29500
+        "world_size": 8, "hostfile": None, "use_mpi": False, "use_deepspeed": True, "master_port": 29500,
+        "grace_seconds": 90.0,
     }  # fmt: skip
 
 
@@ -71,6 +72,7 @@ def test_any_arguments_reach_the_runner(argv):
         (["--world_size", "x", "a.py"], "--world_size"),
         (["--world", "2", "a.py"], "--world"),
         (["--world_size", "0", SPAWN], "--world_size is 0"),
+        (["--grace_seconds", "nan", SPAWN], "--grace_seconds is nan"),
         (["no_such_script.py", "--x"], "no training script 'no_such_script.py'"),
         (["--hostfile", "nowhere", "--use_deepspeed", SPAWN], "--hostfile nowhere cannot be read"),
         (["--use_mpi", "--use_deepspeed", SPAWN], "two launchers"),
@@ -97,7 +99,7 @@ def test_help_names_every_flag():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
         gaudi_spawn.main(["--help"])
-    for flag in ("--world_size", "--hostfile", "--use_mpi", "--use_deepspeed", "--master_port"):
+    for flag in ("--world_size", "--hostfile", "--use_mpi", "--use_deepspeed", "--master_port", "--grace_seconds"):
         assert flag in out.getvalue()
 
 

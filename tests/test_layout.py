@@ -15,23 +15,26 @@ from tests.conftest import REPOSITORY
 from tests.test_run_files import asked_by
 
 LEVELS = [
-    {"errors"},
+    {"errors", "preemption", "files"},
     {
         "arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "lines", "preflight",
-        "ngrams", "run_files", "digits",
+        "ngrams", "run_files", "digits", "locks", "cards", "lamb", "records",
+        "group_norms", "untrusted",
     },
     {
         "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
         "processes", "gradients", "hub", "prose", "buckets", "packing", "losses", "adapters", "splits",
         "images", "augment", "labels", "pages", "model_card", "processing", "workers", "noise", "prompts",
+        "generators",
     },
     {
         "data", "stream", "documents", "pictures", "checkpoint", "state", "export", "strategies", "zero", "launcher",
         "captions", "ema", "pipelines", "encoders", "drawing", "feature_cache", "examples",
-        "autoencoder", "placing", "clip_score",
+        "autoencoder", "placing", "clip_score", "background", "nonfinite", "evaluation",
     },
     {"run"},
-    {"engine"},
+    {"progress"},
+    {"engine", "doctor"},
 ]  # fmt: skip
 # Within a level these build on each other, in this direction only.
 WITHIN = {
@@ -42,7 +45,9 @@ WITHIN = {
     ("drawing", "pipelines"), ("encoders", "pipelines"), ("ema", "state"), ("examples", "captions"),
     ("examples", "data"), ("examples", "encoders"), ("examples", "feature_cache"), ("examples", "pictures"),
     ("placing", "pipelines"), ("pipelines", "zero"), ("clip_score", "zero"), ("drawing", "placing"),
-    ("autoencoder", "pictures"),
+    ("autoencoder", "pictures"), ("background", "checkpoint"), ("nonfinite", "data"), ("evaluation", "data"),
+    ("evaluation", "stream"), ("ema", "checkpoint"), ("device", "cards"), ("errors", "preemption"), ("files", "errors"),
+    ("tracking", "pages"),
 }  # fmt: skip
 BANNERS = ["Bootstrap and imports", "Arguments", "Data", "Model", "Task functions", "Train", "Evaluate", "Main"]
 TOP = {
@@ -155,7 +160,7 @@ def test_a_recipe_has_the_sections_in_order(path: Path) -> None:
     found = re.findall(r"^# --- ([^-:]+?)(?::.*?)? -+$", text, re.MULTILINE)
     assert found == BANNERS
     assert ast.get_docstring(ast.parse(text))
-    assert text.rstrip().endswith('if __name__ == "__main__":\n    exit_with_one_line(main)')
+    assert text.rstrip().endswith('if __name__ == "__main__":\n    exit_with_one_line(main, preemptible=True)')
     assert (path.parent / "README.md").is_file()
 
 

@@ -182,7 +182,7 @@ def build_model(args: Namespace, run: Run, config: Any) -> tuple[Any, Processing
             how |= {"dtype": "float32", **options}
             model = load_classifier(kind, name, config, args.ignore_mismatched_sizes, **how)
         else:
-            model = kind.from_config(config, **how)
+            model = kind.from_config(config, dtype="float32", **how)
     processing = Processing(processor, getattr(config, "num_channels", 3), args.image_size)
     processing.fit(model)
     return model, processing
@@ -308,7 +308,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
     args = parse_arguments(argv, *GROUPS, description=__doc__, built_in=(BUILT_IN, hub.NAMED))
     gaudi_config = prepare_environment(args)
-    from core.distributed import together
     from core.engine import Engine
     from core.pictures import Pictures
     from core.run import Run
@@ -323,19 +322,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.do_train:
         engine = Engine(run, model, loaders["train"])
         evaluation = partial(evaluate, run, processing, loaders.get("validation"), "eval")
-        run.report("train", train(engine, processing, args.label_smoothing_factor, lambda: evaluation()[0]))
+        metrics = train(engine, processing, args.label_smoothing_factor, lambda: evaluation()[0])
         run.save_model(run.output_dir, processing.processor)
+        run.report("train", metrics)
     else:
         run.place(model)
     for split, phase in (("validation", "eval"), ("test", "predict")):
         if getattr(args, f"do_{phase}"):
             metrics, *found = evaluate(run, processing, loaders[split], phase)
             run.report(phase, metrics)
-            together(partial(write_pages, run, pictures[split], *found, phase))
+            run.by_product(partial(write_pages, run, pictures[split], *found, phase))
     if args.do_train:
-        together(partial(describe, run, processing))
+        run.by_product(partial(describe, run, processing))
     return run.finish()
 
 
 if __name__ == "__main__":
-    exit_with_one_line(main)
+    exit_with_one_line(main, preemptible=True)

@@ -181,7 +181,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Any]) -> tuple[Any, A
             how["dtype"] = args.torch_dtype or ("bfloat16" if args.bf16 and args.lora_rank else "float32")
             model = kind.from_pretrained(name, config=config, **how, **options)
         else:
-            model = kind.from_config(config, **how)
+            model = kind.from_config(config, dtype="float32", **how)
     model.config.use_cache = args.use_cache
     settle(args, tokenizer, model)
     if args.lora_rank:
@@ -329,9 +329,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.do_train:
         engine = Engine(run, model, loaders["train"])
         evaluation = partial(evaluate, run, loaders.get("validation"), "eval")
-        run.report("train", train(engine, tokenizer, args.label_smoothing_factor, evaluation))
+        metrics = train(engine, tokenizer, args.label_smoothing_factor, evaluation)
         if args.save_last_ckpt:
             run.save_model(run.output_dir, tokenizer)
+        run.report("train", metrics)
     else:
         run.place(model)
     counts = args.do_train and not any(getattr(args, name, None) for name in hub.NAMED)
@@ -345,4 +346,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    exit_with_one_line(main)
+    exit_with_one_line(main, preemptible=True)

@@ -178,7 +178,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
             kinds = {"dtype": "float32", "attn_implementation": choice}
             model = AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **kinds, **options)
         else:
-            model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=choice)
+            model = AutoModelForSeq2SeqLM.from_config(config, dtype="float32", attn_implementation=choice)
     if name is None:
         model.generation_config.update(num_beams=4, length_penalty=1.5, no_repeat_ngram_size=2)
     model.config.use_cache = args.use_cache
@@ -319,8 +319,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.do_train:
         engine = Engine(run, model, loaders["train"])
         evaluation = partial(evaluate, run, tokenizer, loaders.get("validation"), data.get("validation"), "eval")
-        run.report("train", train(engine, tokenizer, args.label_smoothing_factor, lambda: evaluation()[0]))
+        metrics = train(engine, tokenizer, args.label_smoothing_factor, lambda: evaluation()[0])
         run.save_model(run.output_dir, tokenizer)
+        run.report("train", metrics)
     else:
         run.place(model)
     for split, phase in (("validation", "eval"), ("test", "predict")):
@@ -333,4 +334,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    exit_with_one_line(main)
+    exit_with_one_line(main, preemptible=True)

@@ -247,8 +247,7 @@ def train(
             with engine.autocast():
                 loss = loss_of(engine.model, batch)
             engine.backward(loss)
-        engine.step(window)
-        if averages:
+        if engine.step(window) and averages:
             averages.step()
         if engine.due("log"):
             engine.log()
@@ -311,7 +310,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run what the flags ask for, write ``all_results.json``, and return its metrics."""
     args = parse_arguments(argv, *GROUPS, description=__doc__, built_in=(BUILT_IN, hub.NAMED), **PUBLISHED)
     gaudi_config = prepare_environment(args)
-    from core.distributed import together
     from core.drawing import show_progress
     from core.ema import Ema
     from core.engine import Engine
@@ -331,8 +329,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         companions = [origin, *filter(None, [averages, None if args.model_name_or_path else encoders])]
         show = partial(show_progress, engine, pipe, averages)
         trained = train(engine, loss_of, averages, evaluation, show, companions)
-        run.report("train", trained and trained | missing["train"])
         run.save_model(run.output_dir, encoders, part="unet", override=averages and averages.weights())
+        run.report("train", trained and trained | missing["train"])
     elif data:
         run.place(pipe.unet)
     for split, phase in (("validation", "eval"), ("test", "predict")):
@@ -341,9 +339,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.do_generate:
         run.report("generate", generate(run, pipe, averages))
     if args.do_train:
-        together(partial(describe, run))
+        run.by_product(partial(describe, run))
     return run.finish()
 
 
 if __name__ == "__main__":
-    exit_with_one_line(main)
+    exit_with_one_line(main, preemptible=True)

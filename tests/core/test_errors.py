@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tqdm import tqdm
 
 from core import errors
 from core.errors import UserError
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +183,31 @@ def test_the_line_stands_below_a_progress_bar(capsys):
     with pytest.raises(SystemExit):
         errors.exit_with_one_line(main)
     assert capsys.readouterr().err.splitlines()[-1] == "error: the disk is full"
+
+
+PROGRAM = """
+import os, signal, sys, time
+from core.errors import exit_with_one_line, if_interrupted
+def main():
+    if_interrupted("go on so")
+    print("up", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        os.kill(os.getpid(), signal.SIGUSR1)
+exit_with_one_line(main, preemptible=sys.argv[1] == "True")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("preemptible", "rank"), [(True, "0"), (True, "1"), (False, "0")])
+def test_a_program_that_a_signal_ends(monkeypatch, preemptible, rank):
+    """The second signal, while it ends, changes nothing; the other ranks say nothing, and do not wait to say it."""
+    monkeypatch.setenv("RANK", rank)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(preemptible)], **options) as process:
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        said = process.communicate(timeout=8)[1]
+    line = "stopped by SIGTERM: training had not begun; go on so\n"
+    assert (process.returncode, said) == ((75, line if rank == "0" else "") if preemptible else (-15, ""))

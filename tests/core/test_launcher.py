@@ -49,7 +49,7 @@ def refusal(*args, **kwargs) -> str:
 def test_the_published_constructor():
     names = "command_list world_size hostfile use_mpi use_deepspeed master_port use_env map_by multi_hls".split()
     parameters = inspect.signature(DistributedRunner).parameters
-    assert list(parameters) == names
+    assert list(parameters) == [*names, "grace_seconds"]
     assert parameters["master_port"].default == 29500
     assert parameters["map_by"].default == "socket"
     assert DistributedRunner().run() == 0  # nothing to do
@@ -111,6 +111,8 @@ def test_contradictions(tmp_path, monkeypatch):
     assert DistributedRunner(hostfile=path, use_mpi=True, world_size=4).world_size == 4
     assert "--world_size is 0" in refusal(world_size=0)
     assert "--master_port is 70000" in refusal(master_port=70000)
+    for seconds in (-1, float("inf"), float("nan")):
+        assert f"--grace_seconds is {seconds}" in refusal(grace_seconds=seconds)
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path):
@@ -184,7 +186,7 @@ def built(monkeypatch, runner: DistributedRunner) -> tuple[list[str], dict[str, 
     seen = []
 
     class Recorded:
-        def __init__(self, *_): ...
+        def __init__(self, *_, **options): ...
 
         def run(self, commands):
             seen.extend(commands)
@@ -236,9 +238,9 @@ def test_what_travels_to_other_machines_is_no_secret(monkeypatch, script, tmp_pa
         monkeypatch.setenv(name, "5")
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     path = hostfile(tmp_path, "first slots=2\nsecond slots=2\n")
-    argv, _ = built(monkeypatch, DistributedRunner([[script]], hostfile=path, use_mpi=True))
-    command, variables = json.loads(base64.urlsafe_b64decode(argv[-1]))
-    assert command == [script]
+    argv, _ = built(monkeypatch, DistributedRunner([[script]], hostfile=path, use_mpi=True, grace_seconds=120))
+    command, variables, grace = json.loads(base64.urlsafe_b64decode(argv[-1]))
+    assert (command, grace) == ([script], 120)
     assert variables["MASTER_ADDR"] == "first"
     assert {name for name, value in variables.items() if value == "5"} == {
         "PT_HPU_MAX_COMPOUND_OP_SIZE", "HCCL_SOCKET_IFNAME"

@@ -20,7 +20,6 @@ from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.optimizers import (
     Clipper,
-    Lamb,
     create_optimizer,
     create_schedule,
     family,
@@ -28,6 +27,7 @@ from core.optimizers import (
     named_state,
     parameter_groups,
     parse_optim_args,
+    update,
 )
 from tests import fake_bridge
 
@@ -150,28 +150,6 @@ def lamb_rule(rate: float, epsilon: float) -> Callable[..., np.ndarray]:
 def adam_rule(rate: float, epsilon: float) -> Callable[..., np.ndarray]:
     """Loshchilov and Hutter 2019: decay apart from the moments."""
     return lambda w, m, v, decay: w - rate * (m / (np.sqrt(v) + epsilon) + decay * w)
-
-
-LAMB_FLAGS = ("--learning_rate", "0.02", "--weight_decay", "0.1", "--adam_epsilon", "1e-3")
-
-
-def test_lamb_is_the_papers():
-    expected = reference(Small(), 20, 1.0, lamb_rule(0.02, 1e-3), decay=0.1)
-    model = Small()
-    optimizer = make("lamb", model, *LAMB_FLAGS)
-    assert type(optimizer) is Lamb
-    assert_close(run(model, optimizer, 20, 1.0), expected, 1e-5)
-
-
-def test_lambs_ratio_is_one_where_a_norm_is_zero():
-    model = nn.Linear(2, 2, bias=False)
-    nn.init.zeros_(model.weight)
-    model.weight.grad = torch.ones(2, 2)
-    make("lamb", model, "--learning_rate", "0.5", "--weight_decay", "0.1").step()
-    assert torch.allclose(model.weight, torch.full((2, 2), -0.5), atol=1e-5)  # Adam's first step has length one
-    model.weight.grad, before = torch.zeros(2, 2), model.weight.detach().clone()
-    make("lamb", model, "--learning_rate", "0.5", "--weight_decay", "0").step()
-    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("kernel", ["plain", "torch's fused", "habana's fused"])
@@ -520,6 +498,67 @@ def test_loading_nothing_clears_what_was_there():
     train(model, optimizer, range(2))
     load_named_state(optimizer, names_of(model), {}, "adamw")
     assert not any(optimizer.state.values())
+
+
+# ---------------------------------------------------------------------------------------------------- left-out updates
+
+SPOILED = [
+    ("adamw_torch", (*ADAM, "--optim_args", "amsgrad=True"), PLAIN),
+    ("adamw_torch_fused", ADAM, PLAIN),
+    ("lamb", LAMB, PLAIN),
+    ("sgd", ("--learning_rate", "0.05", "--optim_args", "momentum=0.9"), PLAIN),
+    ("adafactor", ("--learning_rate", "0.05", "--optim_args", "beta1=0.9"), PLAIN),
+    ("adamw_torch", ADAM, FUSED),
+    ("lamb", LAMB, FUSED),
+]
+
+
+def four_steps(
+    model: nn.Module, optim: str, argv: tuple[str, ...], config: GaudiConfig, value: float | None, skip: bool
+):
+    """The second step's gradients have ``value`` in one place; without one it is not made. The rate goes on falling."""
+    optimizer = make(optim, model, *argv, config=config, device=gaudi())
+    schedule = create_schedule(optimizer, flags(), 4)
+    clipper, norms = Clipper(model, 1.0, config, gaudi()), []
+    for step in range(1, 5):
+        gradients(model, step)
+        if step != 2:
+            assert not update(optimizer, clipper.clip(), skip)
+        elif value is not None:
+            model.second.weight.grad[1, 2] = value
+            norms.append(clipper.clip())
+            assert update(optimizer, norms[-1], skip)
+        schedule.step()
+    assert not any(math.isfinite(norm) for norm in norms)
+    return weights(model), named_state(optimizer, names_of(model))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("skip", [False, True], ids=["stop", "skip"])
+@pytest.mark.parametrize(("optim", "argv", "config"), SPOILED)
+def test_an_update_by_no_finite_number_is_left_out_on_the_host(bridge, optim, argv, config, skip, value):
+    left_out, never_made = (four_steps(Small(), optim, argv, config, one, skip) for one in (value, None))
+    for one, other in zip(left_out, never_made, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_norm_that_only_overflows_is_left_out_too():
+    model = Small()
+    gradients(model, 1, scale=1e30)
+    before, norm = weights(model), Clipper(model, 1.0, PLAIN, cpu()).clip()
+    assert norm.item() == math.inf
+    assert update(make("adamw_torch", model), norm, skip=True)
+    assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in before.items())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_first_update_that_is_left_out_is_no_wrong_order_of_steps():
+    model = Small()
+    optimizer = make("adamw_torch", model)
+    schedule = create_schedule(optimizer, flags(), 4)
+    assert update(optimizer, torch.tensor(math.nan), skip=False)
+    schedule.step()
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules

@@ -330,3 +330,13 @@ def test_a_thousand_classes_are_a_heat_map_with_some_names(tmp_path, monkeypatch
 def test_names_and_counts_are_as_many(tmp_path):
     with pytest.raises(ValueError, match="for 3 names"):
         confusion_matrix(tmp_path / "page.png", np.eye(2), ["a", "b", "c"])
+
+
+def test_curves_are_drawn_with_any_title_and_numbers(tmp_path):
+    points = [(step, value) for step, value in enumerate((2.0, float("nan"), float("inf"), 1e30), start=1)]
+    title, dense = "$x^ " + "y" * 200, [(step, 1.0) for step in range(100)]
+    pages.curves(tmp_path / "a.png", {"training": points, "evaluation": []}, title, "steps", "loss")
+    pages.curves(tmp_path / "b.png", {"training": dense}, "", "steps", "loss")
+    shown = [np.asarray(Image.open(tmp_path / name).convert("L")) for name in ("a.png", "b.png")]
+    assert [one.shape for one in shown] == [(576, 1024)] * 2
+    assert all((one < 128).sum() > 500 for one in shown)

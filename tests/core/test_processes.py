@@ -223,6 +223,54 @@ def test_ranks_that_save_after_a_signal_are_not_hurried_by_one_that_is_done(laun
     assert job.out.read_text().count("got") == 2
 
 
+ASKED = """
+def end(number, _):
+    print("got", signal.Signals(number).name, flush=True)
+    time.sleep(1.5 * (rank == 0))
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, end)
+print("pid", os.getpid(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("SIGTERM", []), ("SIGUSR1", []), pytest.param("SIGUSR1", ["--use_mpi"], marks=needs_mpirun)],
+)
+def test_when_one_rank_is_preempted_the_others_are_asked_and_have_the_time_to_save(launch, name, flags):
+    """Rank 0 saves for longer than ranks have that outlive a failed one."""
+    job = launch(ASKED + "time.sleep(300)", "--world_size", "2", *flags)
+    job.wait_for("pid", 2)
+    os.kill(int(re.search(r"\[rank 1\] pid (\d+)", job.out.read_text())[1]), getattr(signal, name))
+    assert job.wait() == 75
+    said = job.out.read_text()
+    assert (said.count("saved"), said.count("[rank 0] got SIGTERM"), said.count("got")) == (2, 1, 2)
+    assert "failed first" not in job.err.read_text()
+
+
+def test_a_victim_of_a_preempted_rank_changes_no_exit_code(launch):
+    victim = "if rank:\n    print('Connection closed by peer', file=sys.stderr)\n    sys.exit(1)\n"
+    job = launch("time.sleep(rank)\n" + victim + "sys.exit(75)", "--world_size", "2")
+    assert job.wait() == 75
+    assert "failed first" not in job.err.read_text()
+
+
+def test_a_failed_rank_is_not_taken_for_a_preempted_one(launch):
+    """The others end as if they were preempted, since the launcher asks them to."""
+    job = launch(ASKED + "if rank == 1:\n    sys.exit(3)\ntime.sleep(300)", "--world_size", "3")
+    assert job.wait() == 3
+    assert "rank 1 failed first (exit code 3)" in job.err.read_text()
+
+
+def test_a_preempted_rank_whose_peers_do_not_end_in_time(launch):
+    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank:\n    sys.exit(75)\ntime.sleep(300)"
+    job = launch(program, "--world_size", "2", "--grace_seconds", "1.5")
+    assert job.wait(20) == 128 + signal.SIGKILL
+    assert "killed, not ended after 1.5 seconds (--grace_seconds): rank 0\n" in job.err.read_text()
+
+
 def test_a_second_interrupt_kills(launch):
     program = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(300)"
     job = launch(program, "--world_size", "2")
@@ -236,9 +284,10 @@ def test_a_second_interrupt_kills(launch):
 
 
 @pytest.mark.parametrize(("name", "patience"), [("SIGTERM", 1.0), ("SIGINT", 3.0)])
-def test_after_a_termination_ranks_have_a_while_and_after_an_interrupt_any(tmp_path, monkeypatch, name, patience):
+def test_after_a_termination_ranks_have_a_while_and_after_an_interrupt_any(
+    tmp_path, monkeypatch, capfd, name, patience
+):
     """They ignore both; a second interrupt ends them, unless the while was over before."""
-    monkeypatch.setattr(processes, "SAVING", 1.0)
     script, number = tmp_path / "program.py", getattr(signal, name)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     script.write_text(HEAD + ignore + "open(f'up{rank}', 'w')\ntime.sleep(300)")
@@ -254,10 +303,12 @@ def test_after_a_termination_ranks_have_a_while_and_after_an_interrupt_any(tmp_p
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert DistributedRunner([[str(script)]], world_size=2).run() == 128 + number
+    assert DistributedRunner([[str(script)]], world_size=2, grace_seconds=1.0).run() == 128 + number
     ended.set()
     sender.join()
     assert patience <= time.monotonic() - times[0] < patience + 3
+    said = "killed, not ended after 1 seconds (--grace_seconds): rank 0, 1\n"
+    assert capfd.readouterr().err == (said if name == "SIGTERM" else "")
     assert signal.getsignal(number) == before
 
 

@@ -14,7 +14,7 @@ import pytest
 from core import errors, results
 from core.arguments import SUBSTITUTES, parse_arguments
 from core.errors import UserError
-from core.results import INSTEAD, compare_with_published, describe_run, save_metrics, write_json
+from core.results import INSTEAD, compare_with_published, describe_run, save_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -90,30 +90,19 @@ def test_an_old_broken_file_does_not_cost_the_new_metrics(tmp_path, content, cap
     assert "it is written anew" in caplog.text
 
 
-def test_a_crash_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    write_json(tmp_path / "x.json", {"a": 1})
-    seen = []
-
-    def fail(descriptor):
-        seen.append((sorted(os.listdir(tmp_path)), json.loads((tmp_path / "x.json").read_text())))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_json(tmp_path / "x.json", {"a": 2})
-    assert seen == [([f".x.json.{os.getpid()}", "x.json"], {"a": 1})], "written beside it, complete, before the rename"
-    assert os.listdir(tmp_path) == ["x.json"]
-    assert read(tmp_path, "x.json") == {"a": 1}
+def test_the_splits_own_file_is_the_last_one(tmp_path):
+    """Where it is, the other has the metrics, too."""
+    (tmp_path / "all_results.json").mkdir()
+    with pytest.raises(UserError, match=r"all_results\.json cannot be written"):
+        save_metrics(tmp_path, "train", {"train_loss": 1.0})
+    assert os.listdir(tmp_path) == ["all_results.json"]
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"x\.json cannot be written: No space left on device; make room"):
-        write_json(tmp_path / "x.json", {})
-    assert os.listdir(tmp_path) == []
+def test_what_a_killed_run_was_writing_is_removed(tmp_path):
+    for name in (".all_results.json.1234", ".eval_results.json.77"):
+        (tmp_path / name).write_text("{")
+    save_metrics(tmp_path, "train", {"train_loss": 1.0})
+    assert sorted(os.listdir(tmp_path)) == ["all_results.json", "train_results.json"]
 
 
 def test_a_file_in_the_folders_place_is_one_line(tmp_path):
@@ -152,7 +141,20 @@ SECRETS = {
     "WANDB_API_KEY": "abc",
     "aws_secret_access": "abc",
     "db_password": "abc",
+    "private_key": "abc",
+    "passphrase": "abc",
+    "ssh-key": "abc",
     "nested": {"access_key": "abc", "list_of_tokens": ["abc"]},
+}
+ADDRESSES = {
+    "https://alice:abc@example.com/x.json": "https://example.com/x.json",
+    "s3://abc@bucket/rows?part=1": "s3://bucket/rows?part=1",
+    "https://u:a@b:abc@example.com/": "https://example.com/",
+    "https://example.com/x?sig=abc&n=2": "https://example.com/x?sig=(left out)&n=2",
+    "https://example.com/x?X-Amz-Signature=abc#top": "https://example.com/x?X-Amz-Signature=(left out)#top",
+    "https://example.com/x?n=2&access_token=abc": "https://example.com/x?n=2&access_token=(left out)",
+    "https://example.com/@alice/x": "https://example.com/@alice/x",
+    "alice@example.com": "alice@example.com",
 }
 HARMLESS = {
     "tokenizer_name": "t5-small",
@@ -167,6 +169,13 @@ HARMLESS = {
 def test_secrets_are_left_out():
     assert "abc" not in json.dumps(describe_run(Namespace(**SECRETS))["arguments"])
     assert describe_run(Namespace(**SECRETS))["arguments"]["hub_token"] == "(left out)"
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_who_asks_is_left_out_of_an_address(address):
+    args = Namespace(train_file=address, prompts=["a", address], nested={"url": address})
+    shown = ADDRESSES[address]
+    assert describe_run(args)["arguments"] == {"train_file": shown, "prompts": ["a", shown], "nested": {"url": shown}}
 
 
 def test_what_only_sounds_like_a_secret_is_kept():

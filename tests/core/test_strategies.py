@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from core import distributed, strategies
+from core import distributed, errors, strategies
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.run import Run
 from tests.core import toy, trials
-from tests.core.ranks import results, start_ranks
+from tests.core.ranks import PROGRAMS, results, start_ranks
+from tests.hpu_simulator import simulator
 
 NAMES = ("ddp", "fast_ddp")
 
@@ -103,7 +107,7 @@ def check_failures(ranks: list[dict[str, Any]], strategy: str) -> None:
     for rank, found in enumerate(ranks):
         kind, text, done = found["nan"]
         assert (kind, done) == ("UserError", 2)
-        assert "the loss became nan before step 3 (2 x cpu" in text
+        assert "the loss became nan in step 3 (2 x cpu" in text
         assert strategy in text
         right = ["ValueError", "no such picture"] if rank else ["UserError", "rank 1: ValueError: no such picture"]
         assert found["unreadable"] == right
@@ -191,3 +195,64 @@ def test_what_is_saved_are_the_buffers_of_all_ranks(tmp_path: Path) -> None:
     one, other = results(start_ranks(2, "observing", str(tmp_path), *names, PYTHONWARNINGS="ignore"))
     for name in names:
         assert one[name]["here"] == other[name]["here"] == one[name]["saved"] != [0, 0, 0]
+
+
+def check_left_out(ranks: list[dict[str, Any]], counters: list[int] | None = None) -> None:
+    """The step with bad gradients on one rank was never made, on any: weights, state and the later steps say so."""
+    assert all(found.pop("warned") == [] for found in ranks)
+    for case, first in ranks[0].items():
+        missing = 1 if case.endswith("first") else 2
+        for found in (one[case] for one in ranks):
+            assert found["same"] == [True, True], case
+            assert found["rates"], case
+            assert [math.isfinite(norm) for norm in found["norms"]] == [step != missing for step in range(1, 5)], case
+            assert found["norms"] == pytest.approx(first["norms"], nan_ok=True, rel=0, abs=0), case
+            assert (found["own"], found["counters"]) == (first["own"], counters), case
+            assert found["entries"], case
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_bad_gradients_on_one_rank_leave_the_update_out_on_all(tmp_path: Path) -> None:
+    check_left_out(results(start_ranks(2, "leaving_out", str(tmp_path), "ddp", "fast_ddp bf16 sums")))
+
+
+@pytest.mark.compiles
+@pytest.mark.processes
+def test_a_device_leaves_an_update_out_without_being_waited_for() -> None:
+    done = simulator.run(PROGRAMS / "leaving_out_on_card.py", mode="lazy")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found.pop("kept") == [1, 0.0, True]  # gradients that a recorded graph writes stay where they are
+    bf16, fp32 = found.pop("decayed")
+    assert (bf16, fp32) == (1, pytest.approx(0.999, abs=1e-5))  # which is why `Run.train` warns of bf16
+    assert len(found) == 7 * 3
+    for case, one in found.items():
+        if case.endswith(" close"):
+            assert one <= (1e-8 if case == "Lamb close" else 0)
+            continue
+        exact = case.startswith(("torch's fused", "Lamb"))
+        assert one == {
+            "finite": True,
+            "like": ["none" if exact else "zeros"],
+            "syncs": [True, 0],
+            "weights": [True, False],  # and with "stop" they are not finite: who reads the norms stops
+        }, case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_trainable_parameters_that_are_not_fp32_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(errors, "_warned", set())
+    run = Run(toy.arguments(tmp_path / "run"), GaudiConfig(), "toy")
+    model = toy.Model()
+    model.head.to(dtype)
+    run.train(model, 1)
+    said = "trainable parameters are not fp32: updates smaller than their rounding are lost" in caplog.text
+    assert said is (dtype != torch.float32)
+    caplog.clear()
+    errors._warned.clear()
+    model.head.requires_grad_(False)  # as below adapters
+    run.train(model, 1)
+    assert not caplog.messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from argparse import Namespace
+from contextlib import AbstractContextManager
 from io import BytesIO
 
 import numpy as np
@@ -15,11 +16,19 @@ from PIL import Image
 
 from core import errors, tracking
 from core.errors import UserError
-from core.tracking import CSVTracker, Tracker, banner, flat, read_csv
+from core.records import CSVTracker, read_csv
+from core.tracking import Tracker, banner, check, flat
+from tests.core.test_records import at_most
 
 
 def arguments(**changes) -> Namespace:
-    defaults = {"report_to": ["none"], "logging_dir": None, "run_name": None, "disable_tqdm": True}
+    defaults = {
+        "report_to": ["none"],
+        "logging_dir": None,
+        "run_name": None,
+        "disable_tqdm": True,
+        "on_save_error": "stop",
+    }
     return Namespace(**{**defaults, **changes})
 
 
@@ -307,3 +316,88 @@ def test_a_tracker_without_images_goes_on(tmp_path, monkeypatch):
     tracker = Tracker(arguments(report_to=["failing"]), tmp_path, total_steps=2)
     tracker.log_images("draw", squares(1), 1)
     assert len(tracker.trackers) == 2
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "..", ".", "/tmp/x", "a/b", "a\\b", "a\0"])
+def test_a_name_that_is_a_path_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"--run_name .* is a path; give a name"):
+        Tracker(arguments(run_name=name, report_to=["tensorboard"]), tmp_path, total_steps=1)
+    assert list(tmp_path.iterdir()) == []
+    assert check(arguments(run_name="a run: 1e-4..3")) == []
+
+
+def full(folder) -> AbstractContextManager[None]:
+    """TensorBoard's file cannot get larger, the others can."""
+    (path,) = (folder / "logs" / "run").glob("events*")
+    return at_most(path.stat().st_size + 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the writer's own thread
+def test_a_full_disk_stops_tensorboard_and_the_run(tmp_path):
+    tracker = Tracker(arguments(report_to=["tensorboard"], run_name="run"), tmp_path, total_steps=3)
+    tracker.log({"loss": 1.0}, 1)
+    with full(tmp_path), pytest.raises(UserError, match=r"logs/run cannot be written: File too large.* continue$"):
+        tracker.log({"loss": 1.0}, 2)
+    tracker.finish()
+    assert events(tmp_path / "logs" / "run")["loss"] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_starts_again_when_there_is_room(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    args = arguments(report_to=["tensorboard"], run_name="run", on_save_error="continue")
+    tracker = Tracker(args, tmp_path, total_steps=6)
+    tracker.log({"loss": 1.0}, 1)
+    with full(tmp_path):
+        tracker.log({"loss": 1.0}, 2)
+    with at_most(tracking.ROOM - 1):
+        tracker.log({"loss": 1.0}, 3)
+    for step in (4, 5):
+        tracker.log({"loss": 1.0}, step)
+    tracker.finish()
+    assert sorted(events(tmp_path / "logs" / "run")["loss"]) == [1, 4, 5]  # two files, of one second here
+    assert [row["step"] for row in read_csv(tmp_path / "logs" / "metrics.csv")] == ["1", "2", "3", "4", "5"]
+    (warning,) = caplog.messages
+    assert "logs/run cannot be written: File too large" in warning
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["metrics.csv", "run"]
+
+
+def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
+    def start(self):
+        raise RuntimeError("no login:\nlog in first")
+
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["failing"])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "failing", type("NoLogin", (Failing,), {"start": start}))
+    with pytest.raises(UserError, match="--report_to failing cannot start: no login: log in first"):
+        Tracker(arguments(report_to=["failing"]), tmp_path, total_steps=1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_costs_no_trained_model(tmp_path, caplog, monkeypatch):
+    """No room for the curve and the last of TensorBoard: warnings, although the policy is to stop."""
+    monkeypatch.setattr(errors, "_warned", set())
+    tracker = Tracker(arguments(report_to=["tensorboard"], run_name="run"), tmp_path, total_steps=1)
+    tracker.log({"loss": 1.0}, 1)
+    with full(tmp_path):
+        tracker.trackers[1].writer.add_scalar("loss", 1.0, 2)
+        tracker.finish()
+    assert any("logs/run cannot be written: File too large" in message for message in caplog.messages)
+    assert any("no loss curve: " in message and "File too large" in message for message in caplog.messages)
+
+
+def test_a_damaged_number_is_not_drawn(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss,eval_loss\n1,2.x,\n2,1.5,\n")
+    tracking.plot_losses(tmp_path / "metrics.csv", tmp_path / "curve.png", "", "loss")
+    assert (tmp_path / "curve.png").is_file()
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    (tmp_path / "profile").touch()
+    args = Namespace(
+        profiling_steps=1, profiling_warmup_steps=1, profiling_record_shapes=False, profiling_with_stack=False
+    )
+    profile = tracking.profiler(args, Namespace(torch_device=Namespace(type="cpu")), tmp_path)
+    profile.on_trace_ready(profile)
+    (warning,) = caplog.messages
+    assert warning.startswith("--profiling_steps: no trace in")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from core.gaudi_config import GaudiConfig
 from core.run import Run
 from tests.core import toy, trials
 from tests.core.ranks import results, start_ranks
-from tests.core.test_strategies import check_failures, check_resumed, check_steps, check_the_rest
+from tests.core.test_strategies import check_failures, check_left_out, check_resumed, check_steps, check_the_rest
 
 STAGES = ("zero1", "zero3", "zero2")  # the last one meets what fails
 RESUMED = ("zero1 bf16", "zero2 bf16", "zero3 bf16", "zero2_offload", "zero3_offload")
@@ -41,13 +42,18 @@ def plain(folder: Path) -> dict[str, Any]:
     return trials.common([], folder / "one") | {"straight": trials.cross([], folder / "plain")}
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path, plain: dict[str, Any], tiny_t5: Path) -> list[dict[str, Any]]:
-    (folder / "model").symlink_to(tiny_t5)
+def write_own_schedule(folder: Path) -> None:
+    """A configuration with a schedule in it."""
     names = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
     scheduler = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto") | {"warmup_type": "linear"}}
     config = {"zero_optimization": {"stage": 1}, "scheduler": scheduler}
     (folder / "own_schedule.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, plain: dict[str, Any], tiny_t5: Path) -> list[dict[str, Any]]:
+    (folder / "model").symlink_to(tiny_t5)
+    write_own_schedule(folder)
     return results(start_ranks(2, "training", str(folder), *RESUMED, *STAGES, PYTHONWARNINGS="ignore"))
 
 
@@ -189,3 +195,50 @@ def test_graphs_for_inference_give_way_under_stage_3(tmp_path: Path, caplog: pyt
     run = Run(toy.arguments(tmp_path, *flags), GaudiConfig(), "toy")
     assert not run.args.use_hpu_graphs_for_inference
     assert "no effect under ZeRO-3" in caplog.text
+
+
+SHIPPED = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_gradients_on_one_rank_leave_the_update_out_on_all(tmp_path: Path, size: int) -> None:
+    """In fp32 and under stage 3 DeepSpeed leaves it out, else this project; the schedule goes on with both."""
+    names = [*(SHIPPED if size > 1 else ()), *(f"{name} bf16" for name in SHIPPED), "own schedule", "own schedule bf16"]
+    write_own_schedule(tmp_path)
+    check_left_out(results(start_ranks(size, "leaving_out", str(tmp_path), *names, timeout=240)), counters=[4, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.processes
+def test_a_device_leaves_an_update_out(tmp_path: Path) -> None:
+    """Under stages 1 and 2 in bf16 it gets gradients of zero, unless it is told to stop."""
+    variables = {"mode": "lazy", "HPU_SIMULATOR_DEVICES": "2", "PYTHONWARNINGS": "ignore"}
+    exact, zeros = ["zero2", "zero3 bf16", "zero2_offload bf16"], "zero1 bf16"
+    ranks = results(start_ranks(2, "leaving_out", str(tmp_path), *exact, zeros, timeout=240, **variables))
+    for found in ranks:
+        for kind, missing in (("nan", 2), ("inf", 2), ("first", 1)):
+            skipped, stopped = found.pop(f"{zeros} skip {kind}"), found.pop(f"{zeros} stop {kind}")
+            assert [one["finite"] for one in (skipped, stopped)] == [True, False]
+            assert [math.isfinite(norm) for norm in skipped["norms"]] == [step != missing for step in range(1, 5)]
+            assert not math.isfinite(stopped["norms"][missing - 1])
+            assert skipped["rates"]
+            assert skipped["own"] == ranks[0].get(f"{zeros} skip {kind}", skipped)["own"]
+            assert skipped["counters"] == [4, 0]
+    check_left_out(ranks, counters=[4, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_steps_below_bf16s_rounding_are_kept_in_fp32(tmp_path: Path) -> None:
+    """A weight of 1 and steps of 1e-5: in bf16 each is lost, which is why `Run.train` warns, but not under ZeRO."""
+    ways = ["--distribution_strategy ddp", "--deepspeed zero1", "--deepspeed zero2 --bf16", "--deepspeed zero3 --bf16"]
+    (ended,) = start_ranks(1, "small_updates", str(tmp_path), *ways)
+    (found,) = results([ended])
+    plain, *zero = (found[way] for way in ways)
+    assert plain == ["torch.bfloat16", 0]
+    for dtype, moved in zero:
+        assert (dtype, moved) == ("torch.float32", pytest.approx(-1e-3, rel=0.01))
+    assert ended.stderr.count("trainable parameters are not fp32") == 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import checkpoint, distributed
+from core import checkpoint, distributed, progress
 from core.engine import Engine
 from core.gaudi_config import GaudiConfig
 from core.run import Run
@@ -60,7 +60,7 @@ def split(flags: list[str], folder: Path, name: str) -> dict[str, Any]:
     norms, after = [], []
 
     def each(engine: Engine) -> None:
-        norms.append(float(engine.grad_norm))
+        norms.append(float(engine.losses.grad_norm))
         after.append(all_weights(engine))
 
     given = [*SGD, *ONCE, *window(rows, accumulation), *flags]
@@ -88,7 +88,7 @@ def clip(flags: list[str], folder: Path, limit: float | None) -> dict[str, Any]:
     engine, *_ = toy.run(folder, *flags, model=Slope(), loss=lambda model, batch: model(batch), changed=changed)
     moved = torch.tensor(all_weights(engine)).norm().item()
     engine.strategy.close()
-    found = {"moved": moved, "norm": float(engine.grad_norm)}
+    found = {"moved": moved, "norm": float(engine.losses.grad_norm)}
     if distributed.rank() == 0:
         row = next(csv.DictReader((folder / "logs" / "metrics.csv").open()))
         found |= {"logged": float(row["grad_norm"]), "clipped": int(float(row["grad_clipped"]))}
@@ -223,7 +223,7 @@ def banner(flags: list[str], folder: Path) -> dict[str, Any]:
     args = toy.arguments(folder, "--num_train_epochs", "4", "--per_device_train_batch_size", "4", *flags)
     engine = Engine(Run(args, GaudiConfig(), "toy"), toy.Model(), toy.loader_of(args, 24))
     engine.strategy.close()
-    return {name: str(value) for name, value in engine.describe().items()}
+    return {name: str(value) for name, value in progress.describe(engine).items()}
 
 
 def common(flags: list[str], folder: Path) -> dict[str, Any]:

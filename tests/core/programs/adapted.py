@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import adapters, distributed
+from core import adapters, distributed, progress
 from core.engine import Engine
 from core.gaudi_config import GaudiConfig
 from core.run import Run
@@ -60,7 +60,7 @@ def train(flags: list[str], folder: Path, base: Path) -> dict[str, Any]:
             engine.save()
     run.save_model(folder / "final")
     engine.strategy.close()
-    return {"losses": losses, "trained": engine.describe()["parameters"], "gathered": gathered}
+    return {"losses": losses, "trained": progress.describe(engine)["parameters"], "gathered": gathered}
 
 
 def resumed(flags: list[str], folder: Path, base: Path) -> dict[str, Any]:

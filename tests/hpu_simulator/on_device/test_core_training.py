@@ -233,7 +233,7 @@ def test_training_equals_the_cpus_at_any_split_of_a_window(tmp_path: Path, optim
         flags += {"cpu": ["--use_cpu"], "pipelined": ["--pipelining_fwd_bwd", "--non_blocking_data_copy"]}.get(name, [])
         flags += ["--logging_steps", "1", "--max_steps", "10", *OPTIMIZERS[optimizer]]
         engine, found = trained(tmp_path / name, *flags)
-        assert engine.loss_sum.device.type == ("cpu" if name == "cpu" else "hpu")
+        assert engine.losses.sum.device.type == ("cpu" if name == "cpu" else "hpu")
         runs[name] = (found, losses(tmp_path / name))
     for found, lost in runs.values():
         torch.testing.assert_close(found, runs["cpu"][0], rtol=0, atol=2e-5)

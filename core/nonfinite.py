@@ -1,0 +1,138 @@
+"""The loss since the last record, and what of it is not finite: noticed without a wait of the host at each step."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core import distributed
+from core.data import Window
+from core.device import Device
+from core.errors import UserError, is_main_process, logger
+
+FILE = "nonfinite.jsonl"
+UNREAD = 64  # steps that a device may be ahead of what the host knows of them
+IN_A_ROW = 20  # steps without an update, after which it is no matter of single rows
+
+
+@dataclass
+class Step:
+    """What is known of a step before its numbers are."""
+
+    number: int
+    epoch: int
+    targets: int
+    row_ids: list[int]
+
+
+class Losses:
+    """Sums token losses on the device, and judges each step by the norm of its gradients, which all ranks share.
+
+    A loss that is not finite makes the gradients not finite, so that its rank need not tell the others; the strategy
+    leaves out the update of such a step. Losses and norms wait on the device, `UNREAD` steps at most, until a record
+    or a checkpoint is due: on a CPU, whose numbers are there at once, they are looked at in the step itself.
+
+    Args:
+        args: ``on_nonfinite``; with ``stop`` such a step ends the run, with ``skip`` its rows are left out.
+        folder: gets ``nonfinite.jsonl``, a line per such step with the rows of all ranks.
+        about: what the run is, and what to do, in an error.
+
+    Attributes:
+        sum, targets: of the steps since the last record whose update was made; the sum is this rank's, on the device.
+        grad_norm: of the last step, before clipping, a scalar on the device.
+        skipped: steps whose update was left out.
+    """
+
+    def __init__(self, args: Namespace, device: Device, folder: Path, about: Callable[[int], tuple[str, str]]) -> None:
+        self.skips, self.folder, self.about = args.on_nonfinite == "skip", folder, about
+        self.waits = device.queues_work
+        self.sum = torch.zeros((), device=device.torch_device)
+        self.grad_norm, self._of_step = self.sum.clone(), self.sum.clone()
+        self._numbers = torch.zeros(UNREAD, 2, device=device.torch_device)  # losses and norms; the last step is last
+        self._unread: list[Step] = []
+        self.targets = self.skipped = self._in_a_row = 0
+
+    def add(self, loss_sum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Add a micro-batch's sum of token losses; return what to backpropagate, ``scale`` times it.
+
+        Of a sum that is not finite, the gradients are not either: 0 times it is no number.
+        """
+        own = loss_sum.detach()
+        self._of_step = self._of_step + own
+        return loss_sum * (scale + 0 * own)
+
+    def step(self, number: int, epoch: int, window: Window, norm: torch.Tensor) -> None:
+        """Take a step's numbers in.
+
+        Raises:
+            UserError: as `look` does, where the numbers are there at once.
+        """
+        self.grad_norm = norm = norm.to(self.sum.device, self.sum.dtype).reshape(())
+        finite = torch.isfinite(norm)
+        self.sum = self.sum + torch.where(finite, self._of_step, torch.zeros_like(self._of_step))
+        self._numbers = torch.cat((self._numbers[1:], torch.stack((self._of_step, norm)).unsqueeze(0)))
+        self._of_step = torch.zeros_like(self._of_step)
+        self.targets += window.targets
+        self._unread.append(Step(number, epoch, window.targets, window.row_ids))
+        if not self.waits or len(self._unread) == UNREAD:
+            self.look()
+
+    def look(self) -> None:
+        """Read the numbers of all steps since the last look, in one wait.
+
+        Raises:
+            UserError: one is not finite, under ``stop``; or too many in a row, under ``skip``. All ranks raise it.
+        """
+        steps, self._unread = self._unread, []
+        numbers = self._numbers.tolist()[-len(steps) :] if steps else []
+        for step, (loss, norm) in zip(steps, numbers, strict=True):
+            self._in_a_row += 1
+            if math.isfinite(norm):
+                self._in_a_row = 0
+                continue
+            self.targets -= step.targets
+            self.skipped += 1
+            self._judge(step, loss, norm)
+
+    def _judge(self, step: Step, loss: float, norm: float) -> None:
+        """Save the rows of a step that is not finite, and stop or go on. All ranks come here alike."""
+        mine = {"loss": loss, "rows": step.row_ids}
+        ranks = [json.loads(text) for text in distributed.gather_texts(json.dumps(mine))]
+        guilty = [one for one in ranks if not math.isfinite(one["loss"])]
+        rows = [row for one in guilty or ranks for row in one["rows"]]
+        shown = ", ".join([*map(str, rows[:16]), *["..."] * (len(rows) > 16)])
+        what = f"the loss became {guilty[0]['loss']}" if guilty else f"the gradients' norm became {norm}"
+        line = {"step": step.number, "epoch": step.epoch, "what": what, "rows": rows}
+        kept = distributed.on_main(lambda: self._keep(line))
+        run, advice = self.about(step.number)
+        at = f"{what} in step {step.number} ({run}; its rows, from 0: {shown}{kept})"
+        if not self.skips:
+            raise UserError(f"{at}; nothing was saved after it; {advice}")
+        if self._in_a_row == IN_A_ROW:
+            raise UserError(f"{at}, as in the {IN_A_ROW - 1} steps before it, all skipped; {advice}")
+        if is_main_process():
+            logger.warning(f"{at}: skipped")
+
+    def _keep(self, line: dict[str, Any]) -> str:
+        try:
+            with open(self.folder / FILE, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:  # the error at hand says them, too
+            return ""
+        return f"; all in {FILE}"
+
+    def total(self) -> float:
+        """Sum of the losses since the last record over all ranks; looks first."""
+        self.look()
+        return distributed.sum_over_ranks([float(self.sum)])[0]
+
+    def restart(self) -> None:
+        """Begin the next record."""
+        self.sum, self.targets = torch.zeros_like(self.sum), 0
