@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from core.errors import UserError, did_you_mean, read_json_object, warn_once
+from core.files import share
 
 NAME = "default"  # peft's own; part of the parameters' names in the model, not in the file
 PREFIX = "base_model.model."  # of the names in peft's file
@@ -154,6 +155,7 @@ def save(model: nn.Module, folder: Path, weights: Mapping[str, torch.Tensor] | N
     config.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(folder)
     for_pipelines(tensors, folder)
+    share(folder, folder.glob("*.safetensors"))
 
 
 def for_pipelines(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

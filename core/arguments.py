@@ -14,7 +14,7 @@ from typing import Any, Literal
 from transformers import HfArgumentParser
 
 from core.errors import Help, UserError, did_you_mean, warn_once
-from core.run_files import read_run_file, run_file_flags
+from core.run_files import read_run_file, require_values, run_file_flags
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
@@ -245,7 +245,7 @@ def parse_arguments(
     Raises:
         UserError: an unknown, contradictory or impossible flag.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = require_values(sys.argv[1:] if argv is None else argv)
     parser = StrictParser((*groups, *SHARED_GROUPS), description, aliases, defaults)
     unsaid = dict.fromkeys(implied or {})  # None, until a flag says True or False
     args = parser.parse_strictly(argv, argparse.Namespace(**unsaid))

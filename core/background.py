@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from core import checkpoint, distributed
 from core.checkpoint import OnMain
 from core.device import Device
 from core.errors import UserError, is_main_process, warn_once
+from core.memory import free_host_memory
 
-SMALL = 65_536  # bytes of a tensor that is copied at once: it may be a buffer, which a forward pass changes
+SMALL = 65_536  # bytes of a tensor that is copied at once: it is no work for a thread
 
 
 class Later(OnMain):
@@ -42,11 +42,13 @@ class Later(OnMain):
         if is_main_process():
             self._queue.append(lambda: self(work, *args, **options))
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the host, which `fill` fills at the latest."""
+    def copy(self, tensor: torch.Tensor, at_once: bool = False) -> torch.Tensor:
+        """A tensor on the host, which `fill` fills at the latest; the tensor itself on a rank that writes nothing."""
         tensor = tensor.detach()
+        if not is_main_process():
+            return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if self.at_once or tensor.nbytes <= SMALL or not tensor.is_contiguous():
+        if at_once or self.at_once or tensor.nbytes <= SMALL or not tensor.is_contiguous():
             host.copy_(tensor)
         else:
             self._unfilled.append((host, tensor))
@@ -75,6 +77,7 @@ class Writer:
     Attributes:
         lost: seconds for which each save kept training from going on.
         writing: seconds from its beginning until it was complete.
+        complete: step of the last checkpoint that is known to be complete, on all ranks.
     """
 
     def __init__(self, device: Device, stop: bool) -> None:
@@ -86,7 +89,8 @@ class Writer:
         self._bug: BaseException | None = None
         self._copied = threading.Event()
         self._copied.set()
-        self._path = Path()
+        self._path, self._step = Path(), 0
+        self.complete: int | None = None
 
     def save(
         self,
@@ -96,7 +100,7 @@ class Writer:
         size: int = 0,
         keep: tuple[int | None, str | None] = (None, None),
     ) -> None:
-        """Begin to save ``checkpoint-<step>``; see `checkpoint.save`. All ranks call it.
+        """Begin to save ``checkpoint-<step>``; see `checkpoint.begin`. All ranks call it.
 
         Args:
             size: bytes of the state. What would take more than half of the host's free memory is written at once.
@@ -110,15 +114,15 @@ class Writer:
         began = time.perf_counter()
         if self.lost:
             self.lost[-1] += began - asked
-        fits = distributed.sum_over_ranks([float(is_main_process() and size > psutil.virtual_memory().available / 2)])
-        self._main = main = OnMain() if fits[0] else Later(self.device.queues_work)
-        self._path = output_dir / f"checkpoint-{step}"
+        (crowded,) = distributed.sum_over_ranks([float(is_main_process() and size > free_host_memory() / 2)])
+        self._main = main = OnMain() if crowded else Later(self.device.queues_work)
+        self._path, self._step = output_dir / f"checkpoint-{step}", step
         temporary = checkpoint.begin(main, output_dir, step, write)
         if is_main_process():
             self._copied.clear()
             self._thread = threading.Thread(target=self._write, args=(main, temporary, step, began, keep))
             self._thread.start()
-        if fits[0]:
+        if crowded:
             warn_once(f"{size / 1e9:.1f} GB of state are more than half of the free memory: training waits for saves")
             self.finish()
         self.lost.append(time.perf_counter() - began)
@@ -132,8 +136,9 @@ class Writer:
                 self._copied.set()
                 main.write()
             checkpoint.complete(main, temporary, step)
-            main(checkpoint.prune, temporary.parent, *keep)
-            self.writing.append(time.perf_counter() - began)
+            if main.failure is None:
+                self.writing.append(time.perf_counter() - began)
+                _prune(temporary.parent, *keep)
         except BaseException as error:  # raised where the main thread waits for this one
             self._bug = error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -169,14 +174,22 @@ class Writer:
         self._thread = self._main = None
         if self._bug is not None:
             main.failure, self._bug = self._bug, None
-        try:
-            main.agree(checkpoint.UNWRITTEN.format(self._path))
-        except UserError as error:
-            if self.stop:
-                raise
-            warn_once(f"--on_save_error continue: {error}")
+        reason = main.reason(checkpoint.UNWRITTEN.format(self._path))
+        if not reason:
+            self.complete = self._step
+        elif self.stop:
+            raise UserError(reason) from main.failure
+        else:
+            warn_once(f"--on_save_error continue: {reason}")
 
     def metrics(self) -> dict[str, Any]:
         """Seconds that a save has cost training, and that it took in the background: the mean; None without a save."""
         means = {"lost": self.lost, "write": self.writing}
         return {f"save_{name}_seconds": sum(of) / len(of) if of else None for name, of in means.items()}
+
+
+def _prune(output_dir: Path, limit: int | None, keep: str | None) -> None:
+    try:
+        checkpoint.prune(output_dir, limit, keep)
+    except OSError as error:
+        warn_once(f"an old checkpoint cannot be removed: {error}")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from safetensors import SafetensorError
 
 from core import distributed
-from core.errors import UserError, is_main_process, read_json_object, say, warn_once
+from core.errors import UserError, if_interrupted, is_main_process, read_json_object, say, warn_once
+from core.files import share
+from core.results import AUTO, GO_ON
 
 FORMAT = 1
 MARKER = "checkpoint.json"  # written last; holds size and sha256 of every other file
@@ -24,27 +27,14 @@ TROUBLE = (OSError, SafetensorError, UserError)
 UNWRITTEN = "{} cannot be written: {{}}; earlier checkpoints are as they were"
 
 
-def save(output_dir: Path, step: int, write: Callable[[OnMain, Path], None]) -> Path:
-    """Save ``checkpoint-<step>``: temporary folder on the same file system, marker last, fsync, then one rename.
-
-    Args:
-        output_dir: the run's folder.
-        step: optimiser steps done.
-        write: is called on all ranks, which gather what they share out; writes files through the `OnMain` that it is
-            given, into the folder that it is given.
-
-    Returns:
-        The new folder. A folder of the same step is replaced once the new one is complete.
-
-    Raises:
-        UserError: a file cannot be written; the temporary folder is removed, earlier checkpoints stay as they are. All
-            ranks raise it.
-    """
-    main = OnMain()
-    temporary = begin(main, output_dir, step, write)
-    complete(main, temporary, step)
-    main.agree(UNWRITTEN.format(output_dir / f"checkpoint-{step}"))
-    return output_dir / f"checkpoint-{step}"
+def check(args: Namespace) -> None:
+    """Raise a `UserError` if the best checkpoint is asked for, and it may be one that is never saved."""
+    same = args.eval_strategy == args.save_strategy != "no"
+    fits = args.eval_strategy == "epoch" or args.save_steps % (args.eval_steps or args.logging_steps) == 0
+    if args.load_best_model_at_end and not (same and fits):
+        raise UserError(
+            "--load_best_model_at_end needs one --eval_strategy and --save_strategy, saving where it evaluates"
+        )
 
 
 class OnMain:
@@ -64,30 +54,50 @@ class OnMain:
                 work(*args, **options)
             except TROUBLE as error:
                 self.failure = error
+            except Exception as error:  # libraries in Rust, as tokenizers is, raise nothing better
+                if "(os error " not in str(error):
+                    raise
+                self.failure = OSError(str(error))
 
     def later(self, work: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Call a function that reads, beside its arguments, nothing that training changes."""
         self(work, *args, **options)
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the host, with storage of its own, for what is called later."""
+    def copy(self, tensor: torch.Tensor, at_once: bool = False) -> torch.Tensor:
+        """A tensor on the host, with storage of its own, for what is called later.
+
+        ``at_once``: it may change before the next step, as a buffer does in a forward pass.
+        """
         return tensor.detach().cpu().contiguous().clone()
 
-    def agree(self, message: str = "{}") -> None:
-        """Raise a `UserError` on all ranks if a call has failed; ``message`` has a place for the reason."""
+    def reason(self, message: str = "{}") -> str:
+        """Why a call has failed, in ``message``, on all ranks; empty if none has. A bug is raised as it is."""
 
         def tell() -> str:
             if self.failure is not None and not isinstance(self.failure, TROUBLE):
-                raise self.failure  # a bug
-            if self.failure is not None:
-                raise UserError(message.format(self.failure)) from self.failure
-            return ""
+                raise self.failure
+            return message.format(self.failure) if self.failure else ""
 
-        distributed.on_main(tell)
+        return distributed.on_main(tell)
+
+    def agree(self, message: str = "{}") -> None:
+        """Raise a `UserError` on all ranks if a call has failed; ``message`` has a place for the reason."""
+        if reason := self.reason(message):
+            raise UserError(reason) from self.failure
 
 
 def begin(main: OnMain, output_dir: Path, step: int, write: Callable[[OnMain, Path], None]) -> Path:
-    """The first half of `save`: return the temporary folder, in which ``write`` has been at work. On all ranks."""
+    """Begin ``checkpoint-<step>``: make a temporary folder on the same file system, and let all ranks fill it.
+
+    Args:
+        output_dir: the run's folder.
+        step: optimiser steps done.
+        write: is called on all ranks, which gather what they share out; writes files through ``main``, into the folder
+            that it is given.
+
+    Returns:
+        The temporary folder, for `complete`.
+    """
     temporary = output_dir / f".checkpoint-{step}.tmp"
     try:
         main(_begin, output_dir, temporary)
@@ -100,7 +110,11 @@ def begin(main: OnMain, output_dir: Path, step: int, write: Callable[[OnMain, Pa
 
 
 def complete(main: OnMain, temporary: Path, step: int) -> None:
-    """The second half: make the temporary folder a checkpoint, or remove it if anything has failed. On rank 0."""
+    """Make the temporary folder a checkpoint: checksums and marker last, fsync, then one rename. On rank 0.
+
+    A checkpoint of the same step is replaced. If anything has failed, the folder is removed, ``main`` has the reason,
+    and earlier checkpoints stay as they are.
+    """
     done = False
     try:
         main(_complete, temporary, temporary.with_name(f"checkpoint-{step}"), step)
@@ -117,6 +131,7 @@ def _begin(output_dir: Path, temporary: Path) -> None:
 
 def _complete(temporary: Path, final: Path, step: int) -> None:
     files = {}
+    share(temporary, temporary.rglob("*.safetensors"))
     for path in sorted(filter(Path.is_file, temporary.rglob("*"))):
         _sync(path)
         files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -129,10 +144,11 @@ def _complete(temporary: Path, final: Path, step: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         temporary.rename(final)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
     _sync(final.parent)
+    if_interrupted(GO_ON)
 
 
 def _recover(output_dir: Path) -> None:
@@ -209,6 +225,21 @@ def _file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | No
     return None
 
 
+def lists(path: Path) -> bool:
+    """Whether the checkpoint that a file lies in has it in its marker, and `problem` has verified it.
+
+    A copy that somebody keeps there, under whatever name, is not the checkpoint's. Without a marker all files count.
+
+    Raises:
+        UserError: the marker cannot be read.
+    """
+    marker = path.with_name(MARKER)
+    if not marker.exists():
+        return True
+    files = read_json_object(marker, "checkpoint").get("files")
+    return isinstance(files, dict) and path.name in files
+
+
 def all_steps(output_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every checkpoint folder, newest first, complete or not."""
     found = [(NAME.fullmatch(path.name), path) for path in output_dir.glob("checkpoint-*") if path.is_dir()]
@@ -226,7 +257,7 @@ def find(asked: str | None, output_dir: Path) -> Path | None:
     if asked is None:
         return None
     _recover(output_dir)
-    named = output_dir if asked in ("auto", "True", "true") else Path(asked)
+    named = output_dir if asked in AUTO else Path(asked)
     if not named.is_dir() and named != output_dir:
         raise UserError(f"--resume_from_checkpoint: {asked} is no folder; give a checkpoint, or auto")
     if named != output_dir and not all_steps(named):

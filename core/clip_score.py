@@ -28,9 +28,13 @@ def look_at(name: str | None, args: Namespace) -> None:
 
     if name:
         with loading(f"the model {name} that scores images", name):
-            kind = AutoConfig.from_pretrained(name, cache_dir=args.cache_dir, token=args.token).model_type
+            kind = AutoConfig.from_pretrained(name, **_options(args)).model_type
         if kind != "clip":
             raise UserError(f"the model {name} that scores images is of the kind {kind}; name one of clip")
+
+
+def _options(args: Namespace) -> dict[str, Any]:
+    return {"cache_dir": args.cache_dir, "token": args.token, "trust_remote_code": False}  # None would ask the user
 
 
 def clip_score(
@@ -54,11 +58,11 @@ def clip_score(
     from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
     look_at(model_name, args)
-    options = {"cache_dir": args.cache_dir, "token": args.token}
+    options = _options(args)
     with loading(f"the model {model_name} that scores images", model_name), whole_models():
         tokenizer = AutoTokenizer.from_pretrained(model_name, **options)
         processor = AutoImageProcessor.from_pretrained(model_name, backend="pil", **options)
-        model = CLIPModel.from_pretrained(model_name, dtype="float32", **options).eval()
+        model = CLIPModel.from_pretrained(model_name, dtype="float32", use_safetensors=True, **options).eval()
     model.to(device.torch_device)
     length = model.config.text_config.max_position_embeddings
     mine = range(len(images))[rank() :: world_size()]

@@ -19,7 +19,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, build_opener, getproxies
 
 from core.cards import ROOT, Finding, bridge_version, count, judged, look, read, release, torch_version, version_of
-from core.errors import exit_with_one_line
+from core.errors import UserError, exit_with_one_line
+from core.memory import group_limit
 
 SECONDS = 1.8  # for the hub to answer, as in training
 LOADING_S = 120  # for torch and the bridge to be imported from a cold file system
@@ -137,22 +138,13 @@ def environment(environ: Mapping[str, str], cores: int) -> list[Finding]:
     return wrong or [Finding("variables", "ok", given or "none is set that matters")]
 
 
-def _limit(root: Path, version2: str, version1: str) -> str:
-    """Return a limit that the control group of this process sets; empty if there is none."""
-    own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
-    groups = root / "sys/fs/cgroup"
-    folders = [groups / own[1], *(groups / own[1]).parents] if own else [groups]
-    said = [read(folder / version2) for folder in folders if folder.is_relative_to(groups)] + [read(groups / version1)]
-    return next((text for text in said if text[:1].isdigit()), "")
-
-
 def memory(root: Path) -> list[Finding]:
     """Host memory, what a container leaves of it, and the shared memory that data loaders' workers pass batches in."""
     findings = []
     found = re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", read(root / "proc/meminfo"), re.MULTILINE)
     if len(found) == 2:
         total, free = (int(number) * 1024 for _, number in found)
-        limit = min(total, int(_limit(root, "memory.max", "memory/memory.limit_in_bytes") or total))
+        limit = min(total, int(group_limit(root, "memory.max", "memory/memory.limit_in_bytes") or total))
         value = f"{free / GIB:.1f} GiB available of {total / GIB:.1f}"
         value += f", this container's limit is {limit / GIB:.1f}" if limit < total else ""
         advice = "end other programs, or train with smaller batches"
@@ -166,6 +158,10 @@ def memory(root: Path) -> list[Finding]:
 
 def room(name: str, folder: Path) -> Finding:
     """What is free where ``folder`` is, or would be made, and whether this user may write there."""
+    try:
+        folder = folder.absolute()
+    except OSError:
+        return Finding(f"disk, {name}", "note", "the working folder was removed", "cd to one that is there")
     while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
@@ -176,7 +172,7 @@ def room(name: str, folder: Path) -> Finding:
 def cores_of(root: Path = ROOT) -> int:
     """Return how many cores this process may use, by its affinity and its container's quota."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _limit(root, "cpu.max", "-").partition(" ")
+    quota, _, period = group_limit(root, "cpu.max", "-").partition(" ")
     return max(1, min(usable, round(int(quota) / int(period)))) if quota and period.isdigit() else usable
 
 
@@ -243,12 +239,8 @@ def hub(environ: Mapping[str, str]) -> list[Finding]:
     file = Path(os.path.expanduser(environ.get("HF_TOKEN_PATH") or hub_home(environ) / "token"))
     stored = environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or read(file)
     token = Finding("token", "ok", "yes" if stored else "no")
-    if (environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or "").upper() in (
-        "1",
-        "ON",
-        "YES",
-        "TRUE",
-    ):
+    offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline.upper() in ("1", "ON", "YES", "TRUE"):
         return [Finding("hub", "ok", "switched off by the environment: only what is in the cache"), token]
     url = environ.get("HF_ENDPOINT") or "https://huggingface.co"
     parts = re.fullmatch(r"(https?)://(?:[^/@]*@)?([^/\s]+)(?:/\S*)?", url)  # a name and password are not shown
@@ -260,9 +252,11 @@ def hub(environ: Mapping[str, str]) -> list[Finding]:
 
 def examine() -> dict[str, list[Finding]]:
     """Look at this machine; returns the findings by group."""
-    cards, cores = count(), cores_of()
-    places = {"here": ".", "temporary": os.environ.get("TMPDIR") or "/tmp", "hub's cache": hub_home(os.environ)}
-    rooms = [room(name, Path(folder).absolute()) for name, folder in places.items()]
+    cards, cores, temporary = count(), cores_of(), os.environ.get("TMPDIR")
+    places = {"here": Path(), "temporary": Path(temporary or "/tmp"), "hub's cache": hub_home(os.environ)}
+    rooms = [room(name, folder) for name, folder in places.items()]
+    if temporary and not os.path.isdir(temporary):  # Python takes /tmp then, others do not
+        rooms[1] = Finding("disk, temporary", "note", f"TMPDIR is {temporary}, which is no folder", "make or unset it")
     return {
         "versions": versions(cards),
         "devices": devices(ROOT, os.environ),
@@ -290,9 +284,15 @@ def main(argv: list[str] | None = None) -> None:
     counts = {"problems": states.count("problem"), "notes": states.count("note")}
     if as_json:
         found = {group: [asdict(finding) for finding in findings] for group, findings in groups.items()}
-        print(json.dumps({"fits": not counts["problems"], **counts, "findings": found}, indent=2))
+        text = json.dumps({"fits": not counts["problems"], **counts, "findings": found}, indent=2)
     else:
-        print(f"{shown(groups)}\nproblems: {counts['problems']}, notes: {counts['notes']}")
+        text = f"{shown(groups)}\nproblems: {counts['problems']}, notes: {counts['notes']}"
+    try:
+        print(text, flush=True)
+    except OSError as error:  # a reader that has gone, as head has, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"the findings cannot be written: {error.strerror}; send them elsewhere") from None
     sys.exit(1 if counts["problems"] else 0)
 
 

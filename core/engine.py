@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +26,6 @@ from core.tracking import Tracker, banner, profiler
 
 FIRST_STEPS = 3  # of several devices: their losses are looked at one by one, since a wrong set-up shows there
 PAUSE = Window([], 0, 0, 0, [], False)  # for what is due after the step before it, and no step
-PROGRESS = ("step_count", "epoch", "position", "total", "best")  # what a checkpoint knows beside the tensors
 
 
 class Engine:
@@ -54,13 +54,15 @@ class Engine:
         run.ledger.declare("train", len(loader.buckets))
         self.throughput = run.meter()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.model.parameters()]
+        self.parameters = sum(size for size, _ in sizes)
         self.trained_parameters = sum(size for size, trained in sizes if trained)
-        self.flops = FlopsByShape(backward=2 if 2 * self.trained_parameters > sum(size for size, _ in sizes) else 1)
+        self.flops = FlopsByShape(backward=2 if 2 * self.trained_parameters > self.parameters else 1)
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
-        self.losses = Losses(args, self.device, run.output_dir, partial(progress.advice, self))
+        advice = partial(progress.advice, weakref.proxy(self))  # a circle would keep all of a run that has ended
+        self.losses = Losses(args, self.device, run.output_dir, run.description(), advice)
         self.writer = Writer(self.device, args.on_save_error == "stop")
-        self._pause, self._stopping, self._saved_at, self.epoch_ended = "", False, None, False
+        self._pause, self._stopping, self.epoch_ended = "", False, False
         self.left: list[str] = []  # what was due after a step, and not done when the run was asked to end
         if run.resume_from:
             progress.load(self, run.resume_from)
@@ -89,11 +91,11 @@ class Engine:
         A run that is asked to end gets a window without batches at last, after which a checkpoint is due; one that goes
         on from there gets one at first, if an evaluation was cut off.
         """
-        preemption.hold()
         self.throughput.start()
         try:
             with self.run.memory.phase("train"), self.profiler or nullcontext():
                 if self.left:
+                    preemption.hold()
                     yield from self._paused("resume")
                 yield from self._steps()
                 if self.run.asked_to_end() or self._stopping:
@@ -104,6 +106,7 @@ class Engine:
     def _steps(self) -> Iterator[Window]:
         while self.step_count < self.total_steps and not self._stopping:
             for window in self.throughput.received(self.loader.windows(self.epoch, self.position)):
+                preemption.hold()  # from here on there is something to save
                 if window.asked_to_end:
                     self._stopping = True
                     break
@@ -113,7 +116,7 @@ class Engine:
                 if self._stopping or self.step_count >= self.total_steps:
                     break
             else:
-                self.epoch, self.position = self.epoch + 1, 0
+                self.epoch, self.position, self.epoch_ended = self.epoch + 1, 0, False
 
     def _paused(self, cause: Literal["resume", "stop"]) -> Iterator[Window]:
         self._pause = cause
@@ -153,21 +156,21 @@ class Engine:
         """Clip, update, advance the schedule and clear the gradients: one optimiser step, whatever its size.
 
         Returns:
-            Whether there was a step: after it averages of the weights take them in.
+            Whether the weights moved, as far as is known: then averages of them take them in.
         """
         if window is PAUSE:
             return False
         self.writer.settle()
-        norm = self.strategy.step() if window.targets else None
-        if norm is None:
+        norm, skipped = self.strategy.step() if window.targets else None, self.losses.skipped
+        if norm is not None:  # before the boundary, or the next forward pass would have another graph than those after
+            self.losses.step(self.step_count + 1, self.epoch, window, norm)
+        else:
             self.optimizer._opt_called = True  # else torch's schedules warn that they are stepped first
             warn_once(f"step {self.step_count + 1}: no row has a target, so nothing was updated")
         if not (window.targets and self.strategy.schedule):
             self.schedule.step()
         self.device.step_boundary()
         self.step_count += 1
-        if norm is not None:
-            self.losses.step(self.step_count, self.epoch, window, norm)
         flops = self._flops and self._flops * distributed.world_size()  # all ranks do equal work
         self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=flops)
         if self.step_count - self.first_step <= FIRST_STEPS and distributed.world_size() > 1:
@@ -175,7 +178,7 @@ class Engine:
         if distributed.world_size() == 1 and self.writer.failed():  # several ranks are told at the next record
             self.writer.finish()
         self.tracker.advance(self.step_count)
-        return True
+        return self.losses.skipped == skipped
 
     def due(self, what: str) -> bool:
         """Whether ``log``, ``eval``, ``save`` or ``images`` (of a ``--validation_prompt``) are due after this step.
@@ -200,9 +203,9 @@ class Engine:
         with self.throughput.excluded("log"):
             if distributed.sum_over_ranks([float(self.writer.failed())])[0]:
                 self.writer.finish()
-            loss, targets, norm = self.losses.total(), self.losses.targets, float(self.losses.grad_norm)
+            loss, targets, norm = self.losses.total(), self.losses.targets, self.losses.norm
             values = {
-                "loss": loss / max(targets, 1),
+                "loss": loss / targets if targets else None,
                 "learning_rate": self.schedule.get_last_lr()[0],
                 "grad_norm": norm,
                 "grad_clipped": int(0 < (self.args.max_grad_norm or 0) < norm),
@@ -278,14 +281,15 @@ class Engine:
             UserError: the checkpoint before it, or a companion of this one, cannot be written.
             Preempted: the run was asked to end; the checkpoint is complete.
         """
-        stopping = self._pause == "stop"
-        if not stopping or (self.step_count and (self._saved_at != self.step_count or self.left)):
+        if stopping := self._pause == "stop":
+            self.writer.finish()
+        if not stopping or (self.step_count and (self.writer.complete != self.step_count or self.left)):
             loss = self.losses.total()
             with self.throughput.excluded("save"), self.run.memory.phase("save"):
                 progress.save(self, loss, companions)
-            self._saved_at = self.step_count
         if stopping:
             self.writer.finish()
-            safe = f"checkpoint-{self.step_count} is complete, {preemption.seconds_since():.1f} s after the signal"
+            done = "is complete" if self.writer.complete == self.step_count else "could not be written"
+            safe = f"checkpoint-{self.step_count} {done}, {preemption.seconds_since():.1f} s after the signal"
             self.tracker.finish()
             self.run.end_if_asked(safe if self.step_count else "training had not begun")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import logging
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from core import preemption
 
 logger = logging.getLogger("gaudi_recipes")
+CREDENTIALS = re.compile(r"(?<=:/)(/?)[^/\s?#]+@")  # who asks, in an address
 _warned: set[str] = set()
 _advice = {"interrupted": ""}  # what an interrupted user is told, by `if_interrupted`
 
@@ -33,7 +37,18 @@ class UserError(Exception):
     """Input that the user can mend. The message is one line: it names the flag or the file, and what to do."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))  # a quoted name or library message may bring line breaks
+        super().__init__(one_line(message))
+
+
+def one_line(message: str) -> str:
+    """A message, whose quoted names and library messages may hold anything, as it can be shown.
+
+    Line breaks become spaces, and other signs that do not show are written as Python does. Who asks in an address
+    (``//user:password@host``) is left out, and of more than 2,000 characters the middle.
+    """
+    text = CREDENTIALS.sub(r"\1", " ".join(message.splitlines()))
+    text = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    return text if len(text) <= 2000 else f"{text[:1500]} [...] {text[-450:]}"
 
 
 def is_main_process() -> bool:
@@ -49,6 +64,7 @@ def say(message: str) -> None:
 
 def warn_once(message: str) -> None:
     """Warn on rank 0, once per process and message: a request that cannot be met is said, not repeated."""
+    message = CREDENTIALS.sub(r"\1", message)
     if message not in _warned and is_main_process():
         _warned.add(message)
         logger.warning(message)
@@ -146,16 +162,49 @@ def find_shipped(name: str, folder: Path, what: str) -> Path:
     return shipped[stem]
 
 
+class Unheard:
+    """A text stream that drops what nobody can read: ``tee``, ``ssh`` or the terminal is gone, or the disk is full."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    @staticmethod
+    def _try(work: Callable[..., Any], *args: Any) -> None:
+        try:
+            work(*args)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+                raise
+
+
 def exit_with_one_line(main: Callable[[], Any], preemptible: bool = False) -> None:
     """Run ``main`` as a program: a `UserError` becomes one line on stderr and exit code 2, everything else is a bug.
 
-    If it is ``preemptible``, SIGTERM and SIGUSR1 end it as `preemption` says: one line and exit code 75.
+    If it is ``preemptible``, SIGTERM and SIGUSR1 end it as `preemption` says, one line and exit code 75, and it goes on
+    when nobody reads its output any more: the same signal, or the same end of a connection, often ends the reader.
     """
+    if preemptible:
+        for name in ("stdout", "stderr"):
+            if not isinstance(stream := getattr(sys, name), Unheard | None):  # None: it was closed
+                setattr(sys, name, Unheard(stream))
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         with preemption.listen() if preemptible else nullcontext():
             main()
+            preemption.over()
     except preemption.Preempted as stop:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would change the exit code
         _tell("; ".join(filter(None, [stop.message, _advice["interrupted"]])), all_ranks=False)
         sys.exit(preemption.EXIT_CODE)
     except UserError as error:

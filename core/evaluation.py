@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from core import distributed
 from core.data import Batch
@@ -31,10 +33,9 @@ def evaluate(
     """
     if run._strategy:
         broadcast_buffers(run.model)  # such as running statistics: rank 0's are what is saved
-    meter, training, ids, outputs, losses, targets = run.meter(), run.model.training, [], [], [], 0
+    meter, ids, outputs, losses, targets = run.meter(), [], [], [], 0
     run.ledger.declare(phase, len(loader.buckets))
-    with run.memory.phase(phase), torch.no_grad():
-        run.model.eval()
+    with run.memory.phase(phase), torch.no_grad(), _evaluating(run.model):
         meter.start()
         for window in meter.received(loader.windows()):
             if window.asked_to_end:
@@ -54,7 +55,6 @@ def evaluate(
             meter.step(window.rows, window.tokens, cold=new)
         total = torch.stack(losses).cpu().double().sum().item() if losses else 0.0
         total = distributed.sum_over_ranks([total])[0]
-        run.model.train(training)
     metrics = {f"{phase}_loss": total / targets if targets else math.nan, **meter.metrics(phase)}
     if not outputs:
         return metrics, []
@@ -63,3 +63,13 @@ def evaluate(
     whole = torch.empty_like(gathered)  # which holds every row once
     whole[numbers] = gathered
     return metrics, list(whole)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

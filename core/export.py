@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from core import adapters, checkpoint, ema
 from core.errors import UserError, exit_with_one_line, read_json_object, say
+from core.files import share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,7 @@ def _write(weights: dict[str, Tensor], folder: Path, adapted: bool) -> None:
     if adapted:
         write_weights(weights, folder, adapters.WEIGHTS)
         adapters.for_pipelines(weights, folder)
+        share(folder, folder.glob("*.safetensors"))
         return
     place = _component(folder)
     name = weights_name(place)
@@ -93,7 +95,7 @@ def _component(folder: Path) -> Path:
     if index.exists() and config.exists():
         kind = read_json_object(config, "checkpoint").get("_class_name")
         for name, what in read_json_object(index, "checkpoint").items():
-            if isinstance(what, list) and what[-1] == kind:
+            if isinstance(what, list) and what[-1:] == [kind] and Path(name).name == name != "..":
                 (folder / name).mkdir(exist_ok=True)
                 config.replace(folder / name / config.name)
                 return folder / name

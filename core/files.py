@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,6 +36,34 @@ def write_file(path: str | Path, content: bytes, option: str = "--output_dir") -
 def write_json(path: str | Path, content: Mapping) -> None:
     """Write one JSON object, whole or not at all, see `write_file`."""
     write_file(path, (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
+
+
+def share(folder: Path, files: Iterable[Path]) -> None:
+    """Give files the mode that any new one has in ``folder``: safetensors makes its own for their owner alone.
+
+    Raises:
+        OSError: there is no room for a file, or it cannot be changed.
+    """
+    probe = folder / f".mode-{os.getpid()}"
+    probe.touch()  # to ask for the umask, it would have to be set: for all threads
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in files:
+        path.chmod(mode)
+
+
+@contextmanager
+def model_files(folder: Path) -> Iterator[None]:
+    """Write a model: all its files, which others may read as `share` says, or none that is new in ``folder``."""
+    before = set(folder.glob("*"))
+    try:
+        yield
+        share(folder, folder.glob("*model*.safetensors"))
+    except BaseException:
+        for path in filter(Path.is_file, set(folder.glob("*")) - before):
+            with suppress(OSError):
+                path.unlink()
+        raise
 
 
 def not_written(path: Path, error: OSError, option: str) -> UserError:

@@ -234,7 +234,8 @@ def require_same_classes(checkpoint: Path | None, config: Any) -> None:
     """Raise a `UserError` if a checkpoint to go on from (None: there is none) has its classes otherwise."""
     if checkpoint is None:
         return
-    then = read_json_object(checkpoint / "config.json", "--resume_from_checkpoint").get("id2label") or {}
+    then = read_json_object(checkpoint / "config.json", "--resume_from_checkpoint").get("id2label")
+    then = then if isinstance(then, dict) else {}
     for number, name in config.id2label.items():
         if then.get(str(number), name) != name:
             was = then[str(number)]

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # started by its path, under mpirun or deepspeed: th
 
 from core.errors import UserError, warn_once
 from core.processes import ENGINE_SIGNALS, KEEPER_SIGNALS, SAVING, SETTLE, Processes
+from core.untrusted import read_text
 
 # What the ranks on other machines get of this environment, unless they have their own. Tokens and keys are never among
 # it, for it travels on a command line.
@@ -141,7 +142,7 @@ class DistributedRunner:
         master = {"MASTER_ADDR": next(iter(self.hosts), "127.0.0.1"), "MASTER_PORT": str(port)}
         if self.use_mpi or self.hosts:
             travelling = {name: value for name, value in os.environ.items() if name.startswith(TRAVELS)}
-            secret = re.compile("TOKEN|KEY|SECRET|PASSW")
+            secret = re.compile("(?i)token|key|secret|passw|passph|credential")
             variables = {name: value for name, value in travelling.items() if not secret.search(name)}
             rank = keeper(command, master | {"OMP_NUM_THREADS": threads} | variables, self.grace)
             engine = self.mpirun(here) if self.use_mpi else self.deepspeed(master)
@@ -196,16 +197,13 @@ def read_hostfile(path: str | os.PathLike) -> dict[str, int]:
     Raises:
         UserError: a line is something else, names a host again, or there is none.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hostfile {path} cannot be read: {error}") from None
+    lines = read_text(path, "--hostfile").splitlines()
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         match = re.fullmatch(r"([^\s=]+)\s+slots=([1-9]\d{0,5})", text)
         if text and not match:
-            raise UserError(f"--hostfile {path}, line {number}: {line!r} is not 'host slots=N'")
+            raise UserError(f"--hostfile {path}, line {number}: {line!r:.200} is not 'host slots=N'")
         if match and match[1] in hosts:
             raise UserError(f"--hostfile {path}, line {number}: {match[1]} is there already; add its slots up")
         if match:

@@ -1,10 +1,14 @@
-"""Device memory: in use, peak and pool, of the run and of each phase. GB is 1e9 bytes everywhere."""
+"""Device memory: in use, peak and pool, of the run and of each phase; the host's. GB is 1e9 bytes everywhere."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from core.cards import ROOT, read
 
 GB = 1e9  # what the unit says; tools that divide by 2**30 show numbers 7 % smaller
 DIGITS = 3  # one MB: with two decimals a small model's memory would read 0.0
@@ -74,3 +78,21 @@ class MemoryTracker:
 
 def _gigabytes(count: int | None) -> float | None:
     return None if count is None else round(count / GB, DIGITS)
+
+
+def group_limit(root: Path, version2: str, version1: str) -> str:
+    """Return a limit that the control group of this process sets; empty if there is none."""
+    own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
+    groups = root / "sys/fs/cgroup"
+    folders = [groups / own[1], *(groups / own[1]).parents] if own else [groups]
+    said = [read(folder / version2) for folder in folders if folder.is_relative_to(groups)] + [read(groups / version1)]
+    return next((text for text in said if text[:1].isdigit()), "")
+
+
+def free_host_memory() -> int:
+    """Bytes of the host's memory that this process can still get: of the machine's, and of its control group's."""
+    import psutil
+
+    files = ("memory.max", "memory/memory.limit_in_bytes"), ("memory.current", "memory/memory.usage_in_bytes")
+    free, (limit, used) = psutil.virtual_memory().available, [group_limit(ROOT, *names) for names in files]
+    return min(free, max(int(limit) - int(used), 0)) if limit and used else free

@@ -42,19 +42,20 @@ class Losses:
     Args:
         args: ``on_nonfinite``; with ``stop`` such a step ends the run, with ``skip`` its rows are left out.
         folder: gets ``nonfinite.jsonl``, a line per such step with the rows of all ranks.
-        about: what the run is, and what to do, in an error.
+        run: what it is, in a few words.
+        advice: what to do about a step that ends the run.
 
     Attributes:
         sum, targets: of the steps since the last record whose update was made; the sum is this rank's, on the device.
-        grad_norm: of the last step, before clipping, a scalar on the device.
+        norm: of the gradients of the last step that was looked at, before clipping.
         skipped: steps whose update was left out.
     """
 
-    def __init__(self, args: Namespace, device: Device, folder: Path, about: Callable[[int], tuple[str, str]]) -> None:
-        self.skips, self.folder, self.about = args.on_nonfinite == "skip", folder, about
+    def __init__(self, args: Namespace, device: Device, folder: Path, run: str, advice: Callable[[int], str]) -> None:
+        self.skips, self.folder, self.run, self.advice = args.on_nonfinite == "skip", folder, run, advice
         self.waits = device.queues_work
         self.sum = torch.zeros((), device=device.torch_device)
-        self.grad_norm, self._of_step = self.sum.clone(), self.sum.clone()
+        self.norm, self._of_step = 0.0, self.sum.clone()
         self._numbers = torch.zeros(UNREAD, 2, device=device.torch_device)  # losses and norms; the last step is last
         self._unread: list[Step] = []
         self.targets = self.skipped = self._in_a_row = 0
@@ -74,7 +75,7 @@ class Losses:
         Raises:
             UserError: as `look` does, where the numbers are there at once.
         """
-        self.grad_norm = norm = norm.to(self.sum.device, self.sum.dtype).reshape(())
+        norm = norm.to(self.sum.device, self.sum.dtype).reshape(())
         finite = torch.isfinite(norm)
         self.sum = self.sum + torch.where(finite, self._of_step, torch.zeros_like(self._of_step))
         self._numbers = torch.cat((self._numbers[1:], torch.stack((self._of_step, norm)).unsqueeze(0)))
@@ -93,7 +94,7 @@ class Losses:
         steps, self._unread = self._unread, []
         numbers = self._numbers.tolist()[-len(steps) :] if steps else []
         for step, (loss, norm) in zip(steps, numbers, strict=True):
-            self._in_a_row += 1
+            self._in_a_row, self.norm = self._in_a_row + 1, norm
             if math.isfinite(norm):
                 self._in_a_row = 0
                 continue
@@ -111,12 +112,11 @@ class Losses:
         what = f"the loss became {guilty[0]['loss']}" if guilty else f"the gradients' norm became {norm}"
         line = {"step": step.number, "epoch": step.epoch, "what": what, "rows": rows}
         kept = distributed.on_main(lambda: self._keep(line))
-        run, advice = self.about(step.number)
-        at = f"{what} in step {step.number} ({run}; its rows, from 0: {shown}{kept})"
+        at = f"{what} in step {step.number} ({self.run}; its rows, from 0: {shown}{kept})"
         if not self.skips:
-            raise UserError(f"{at}; nothing was saved after it; {advice}")
+            raise UserError(f"{at}; nothing was saved after it; {self.advice(step.number)}")
         if self._in_a_row == IN_A_ROW:
-            raise UserError(f"{at}, as in the {IN_A_ROW - 1} steps before it, all skipped; {advice}")
+            raise UserError(f"{at}, as in the {IN_A_ROW - 1} before it, all skipped; {self.advice(step.number)}")
         if is_main_process():
             logger.warning(f"{at}: skipped")
 

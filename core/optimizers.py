@@ -258,6 +258,10 @@ def load_named_state(
             if not state:
                 optimizer.state.pop(parameter, None)
                 continue
+            whole = [state[key] for key in ("exp_avg", "exp_avg_sq", "momentum_buffer") if key in state]
+            strange = any(tensor.shape != parameter.shape or not tensor.is_floating_point() for tensor in whole)
+            if strange or (saved_family in ("adamw", "lamb") and len(whole) < 2):
+                raise UserError(f"the checkpoint's {saved_family} state of {names[id(parameter)]} is of another form")
             step = state.pop("step", None)
             optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
             if step is not None and _counts_per_group(optimizer):
@@ -265,9 +269,8 @@ def load_named_state(
             elif step is not None:
                 optimizer.state[parameter]["step"] = _step_as_kept(optimizer, group, step, parameter)
         if len(steps) > 1:
-            raise UserError(
-                f"the checkpoint's step counts {sorted(steps)} differ in a group; set use_fused_adam to false"
-            )
+            counts = f"the checkpoint's step counts {sorted(steps)} differ in a group"
+            raise UserError(f"{counts}; set use_fused_adam to false")
         if steps:
             group["step"] = steps.pop()
 

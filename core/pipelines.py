@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from core.errors import UserError, say, warn_once
+from core.files import share
 from core.hub import is_local, loading, model_options
 from core.noise import scheduler_changes
 from core.zero import whole_models
@@ -263,4 +264,5 @@ def save_pipeline(pipe: Any, folder: Path, leave_out: Sequence[str] = ("unet",))
     for name, part in parts.items():
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder / name)
+            share(folder / name, (folder / name).glob("*.safetensors"))
     pipe.save_config(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 EXIT_CODE = 75  # os.EX_TEMPFAIL: nothing is wrong, start it again
 HEARSAY = 0.5  # seconds in which a launcher tells ranks that another one was preempted, whose end they see at once
+LIMIT = 10.0  # seconds for the end of a run that holds nothing: what libraries do at an error may hang
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
@@ -90,13 +92,34 @@ def _errors_of_a_stopped_run() -> Iterator[None]:
 def _watch(receiving: int, state: _State) -> None:
     """Note when a signal arrives: the main thread sees it only between two steps of the interpreter.
 
-    This thread receives it, while the main one does not, see `hold`.
+    This thread receives it, while the main one does not, see `hold`. It also ends a run that does not end by itself.
     """
+    number, until, poller = 0, float("inf"), select.poll()
+    poller.register(receiving, select.POLLIN)
     with suppress(OSError):
-        while data := os.read(receiving, 1):
-            if data[0] in SIGNALS and state.arrived is None:
-                state.arrived = time.monotonic()
+        while _state is state:
+            ready = poller.poll(50 * LIMIT if state.arrived else None)  # milliseconds
+            if ready and not (data := os.read(receiving, 1)):
+                break
+            if ready and data[0] in SIGNALS and state.arrived is None:
+                number, state.arrived = data[0], time.monotonic()
+            until = min(until, time.monotonic() + LIMIT) if state.arrived and not state.held else float("inf")
+            if until <= time.monotonic() and _state is state:
+                _end_now(f"stopped by {state.name or signal.Signals(number).name}: {state.phase}")
         os.close(receiving)
+
+
+def _end_now(message: str) -> None:
+    """End this process and what it has started: pools that wait for a process which the signal has killed."""
+    import psutil
+
+    with suppress(OSError):
+        if int(os.environ.get("RANK") or 0) == 0:
+            os.write(2, f"\n{message} (and killed: it had not ended after {LIMIT:g} s)\n".encode())
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.kill()
+    os._exit(EXIT_CODE)
 
 
 def _receive(number: int, _frame: object) -> None:
@@ -151,6 +174,14 @@ def phase(what: str) -> None:
     """Tell what a signal ends from now on, for its message, e.g. ``evaluation; the model is saved``."""
     check()
     _state.phase = what
+
+
+def over() -> None:
+    """All is done: from now on signals change nothing, nor the exit code of a program that listened."""
+    if _state.handlers:
+        _state.handlers = dict.fromkeys(SIGNALS, signal.SIG_IGN)  # also after `listen`
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def note(seconds: float = 0.0) -> None:

@@ -131,8 +131,8 @@ class Processes:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # a keeper is done; mpirun would hang if a late signal killed it
+                signal.signal(number, signal.SIG_IGN if self.kind == "keeper" else handler)
 
     def receive(self, number: int, _frame: object = None) -> None:
         """Pass a signal on. It kills nobody at first: the ranks may be saving."""
@@ -144,7 +144,8 @@ class Processes:
     def limit(self, seconds: float) -> None:
         """A signal has asked the ranks to end: the rest of the steps comes after so many seconds."""
         self.steps = self.steps[-2:] if self.kind == "engine" else self.steps[-1:]
-        self.next_at, self.patient = min(self.next_at, time.monotonic() + seconds), seconds > 0
+        until = time.monotonic() + seconds
+        self.next_at, self.patient = min(self.next_at, until), seconds > 0 and until <= self.next_at
 
     def send(self, number: int) -> None:
         for process in list(self.alive.values()):

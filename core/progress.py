@@ -8,7 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from core import checkpoint, distributed, state
+from core import adapters, checkpoint, distributed, state
 from core.checkpoint import OnMain
 from core.errors import UserError, read_json_object
 
@@ -59,15 +59,15 @@ def is_due(engine: Any, what: str) -> bool:
     return strategy == "steps" and (step % every == 0 or last)
 
 
-def advice(engine: Any, step: int) -> tuple[str, str]:
-    """How the run executes, and what to do about a step whose numbers are not finite."""
+def advice(engine: Any, step: int) -> str:
+    """What to do about a step whose numbers are not finite, which ends the run."""
     engine.writer.join()  # the checkpoint to go on from
     if step == engine.first_step + 1:  # no rate has changed anything yet
         mend = "mend the model or the rows"
     else:
         mend = "lower --learning_rate, set --max_grad_norm, or leave such steps out with --on_nonfinite skip"
     mend += "; go on with --resume_from_checkpoint auto" * bool(checkpoint.all_steps(engine.run.output_dir))
-    return engine.run.description(), mend
+    return mend
 
 
 def reported(engine: Any) -> str:
@@ -91,8 +91,16 @@ def save(engine: Any, loss: float, companions: tuple[Any, ...]) -> None:
 
     args, best = engine.args, engine.best
     kept = f"checkpoint-{best['step']}" if best and args.load_best_model_at_end else None
-    size = engine.trained_parameters * BYTES
+    frozen = 0 if adapters.has_adapters(engine.run.model) else engine.parameters - engine.trained_parameters
+    size = engine.trained_parameters * BYTES + 4 * frozen
     engine.writer.save(engine.run.output_dir, engine.step_count, write, size, (args.save_total_limit, kept))
+
+
+FORM = {  # of what `save` notes, see `core.untrusted.wrong_place`; keys with ? came later
+    "step_count": 0, "epoch": 0, "position": 0, "total": {"loss": 0.0, "targets": 0}, "epoch_ended": True,
+    "best": {"metric?": "", "value?": 0.0, "step?": 0},
+    "left?": [""], "order": {}, "since_record": {"loss": 0.0, "targets": 0}, "skipped_steps?": 0,
+}  # fmt: skip
 
 
 def load(engine: Any, folder: Path) -> None:
@@ -104,6 +112,7 @@ def load(engine: Any, folder: Path) -> None:
     distributed.together(lambda: state.TensorFiles(*folder.glob("*.safetensors")))  # one machine may lack it
     state.load_model(engine.run.model, folder, engine.strategy.put)
     saved, own = state.load_training(folder, engine.strategy, engine.schedule, engine.device)
+    state.require_form(folder, saved, FORM)
     with state.of_a_run(folder):
         _go_to(engine, folder, saved, own)
 
@@ -120,6 +129,10 @@ def _go_to(engine: Any, folder: Path, saved: dict[str, Any], own: list[float]) -
         )
     for name in PLAIN:
         setattr(engine, name, saved.get(name, []) if name == "left" else saved[name])  # which is newer than the others
+    asked = {"eval": args.eval_strategy != "no", "images": getattr(args, "validation_prompt", None) is not None}
+    engine.left = [what for what in engine.left if asked.get(what)]  # today's flags decide
+    if folder.parent == engine.run.output_dir and not args.ignore_data_skip:
+        engine.writer.complete = engine.step_count
     if math.isinf(loader.windows_per_epoch) and not differing:  # a stream, whose end has been seen or not
         loader.windows_per_epoch = saved["windows_per_epoch"] or math.inf
     if args.ignore_data_skip:

@@ -24,7 +24,10 @@ LEFTOVERS = (
     "checkpoint-*", ".checkpoint-*", "abandoned-checkpoint-*", "*_results.json", "generated_predictions.txt",
     "predictions.csv", "*_confusion_matrix.png", "*_mistakes.png", "validation_images/step-*.png", "model*.safetensors",
     "adapter/adapter_*", "adapter/pytorch_lora_weights.safetensors", "loss_curve.png", "logs", "profile",
+    "nonfinite.jsonl",
 )  # fmt: skip
+AUTO = ("auto", "True", "true")  # --resume_from_checkpoint: from the newest checkpoint in --output_dir
+GO_ON = "--resume_from_checkpoint auto goes on from the last checkpoint"
 # Names whose values stay out of every file. A tokenizer's name and its special tokens are no secrets.
 SECRET = re.compile(
     r"(?i)secret|passw|passphrase|credential|signature|(api|access|private|auth|ssh|account)[_-]?key"
@@ -55,13 +58,13 @@ def claim_output_dir(args: Namespace, name: str) -> Path:
     """
     if args.output_dir is None:
         runs = Path("runs") / name
-        resumes = args.resume_from_checkpoint == "auto" and runs.is_dir()
+        resumes = args.resume_from_checkpoint in AUTO and runs.is_dir()
         previous = [path for path in sorted(runs.iterdir()) if any(path.glob("checkpoint-*"))][-1:] if resumes else []
         folder = previous[0] if previous else runs / time.strftime("%Y-%m-%d_%H-%M-%S")
     else:
         folder = Path(args.output_dir)
     args.output_dir = str(folder)
-    if_interrupted("--resume_from_checkpoint auto goes on from the last checkpoint" if args.do_train else "")
+    if_interrupted(_until_a_save(args, folder))
     starts = args.do_train and args.resume_from_checkpoint is None
     taken = leftovers(folder) if starts else []
     if starts and not taken and (folder / "model_index.json").exists():
@@ -72,6 +75,18 @@ def claim_output_dir(args: Namespace, name: str) -> Path:
             " --resume_from_checkpoint auto to go on, or --overwrite_output_dir to replace it"
         )
     return make_folder(folder, "--output_dir")
+
+
+def _until_a_save(args: Namespace, folder: Path) -> str:
+    """What to do after an interruption before this run's first checkpoint; from then on it is `GO_ON`."""
+    asked = args.resume_from_checkpoint
+    if not args.do_train:
+        return ""
+    if asked is None:
+        return "nothing is saved yet: start it anew, with --overwrite_output_dir"
+    if asked in AUTO and not any(folder.glob("checkpoint-*")):
+        return "nothing is saved yet: start it again as it was"
+    return GO_ON if asked in AUTO else f"--resume_from_checkpoint {asked} goes on from there again"
 
 
 def leftovers(folder: Path) -> list[Path]:

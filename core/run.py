@@ -85,12 +85,7 @@ class Run:
         results.check_published(args.run_file["published"], args.config)
         if args.resume_from_checkpoint and not args.do_train:
             warn_once("--resume_from_checkpoint goes on with training; to evaluate a checkpoint, name it as the model")
-        same = args.eval_strategy == args.save_strategy != "no"
-        fits = args.eval_strategy == "epoch" or args.save_steps % (args.eval_steps or args.logging_steps) == 0
-        if args.load_best_model_at_end and not (same and fits):
-            raise UserError(
-                "--load_best_model_at_end needs one --eval_strategy and --save_strategy, saving where it evaluates"
-            )
+        checkpoint.check(args)
         if args.do_train and not self.deepspeed:
             # On one weight, so that a wrong option is said before a model of hours is loaded.
             weight = nn.Linear(1, 1).to(self.device.torch_device)
@@ -111,6 +106,8 @@ class Run:
         self._inference_model: nn.Module | None = None
         self._unsaved: UserError | None = None  # the model, with --on_save_error continue: the run's last word
         self._strategy: Replicated | Zero | None = None
+        if not args.do_train:
+            preemption.phase("it was not at its end")
 
     def seed(self, seed: int) -> None:
         """Seed every random generator of this process."""
@@ -203,7 +200,7 @@ class Run:
                 raise
             warn_once(f"--on_save_error continue: {error}")
             self._unsaved = error
-        self.end_if_asked("the model is saved; evaluation was not at its end" if not self._unsaved else "at its end")
+        self.end_if_asked(str(self._unsaved or "the model is saved; evaluation was not at its end"))
 
     def write_model(self, main: Any, folder: Path, *others: Any, part: str = "", publish: Any = None) -> None:
         """The same through ``main``, which tells of a failure later; not to ``publish``: adapters alone. For all."""
@@ -213,8 +210,9 @@ class Run:
         only = adapters.names(self.model) if adapted and publish is None else None
         weights = self._strategy.weights(only) if self._strategy else None
         if weights is None and main.puts_off:
-            named = dict(self.model.named_parameters())
-            weights = state.copies(main, {name: named[name] for name in only} if adapted else self.model.state_dict())
+            named, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers()).keys()
+            own = {name: named[name] for name in only} if adapted else self.model.state_dict()
+            weights = state.copies(main, own, buffers)
         if publish:
             weights = state.with_others(self.model, weights, publish)
         if adapted:
@@ -267,9 +265,11 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Print measured beside published figures, where the run file has any, and return all metrics."""
+        preemption.over()  # all is written: no signal changes the exit code
         for line in results.compare_with_published(self.args.run_file["published"], self.metrics, self.facts):
             say(line)
-        say(f"\nall results: {self.output_dir / 'all_results.json'}")
+        if (path := self.output_dir / "all_results.json").exists():
+            say(f"\nall results: {path}")
         self.close()
         if self._unsaved:
             raise self._unsaved
@@ -279,6 +279,7 @@ class Run:
         """Leave the other ranks."""
         if self._strategy:
             self._strategy.close()
+        locks.release(self.output_dir)
         if not self.deepspeed:  # which keeps groups of this one, and needs them if this process trains again
             distributed.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def read_run_file(path: str | Path | None) -> dict[str, Any]:
     return {key: kind() for key, kind in RUN_FILE_KEYS.items()} | content
 
 
+def require_values(tokens: Iterable[str]) -> list[str]:
+    """Refuse ``--flag=--``, of which argparse (before Python 3.13) makes no value at all."""
+    tokens = list(tokens)
+    for token in tokens:
+        if token.partition("=")[2] == "--":
+            raise UserError(f"{token.partition('=')[0]}: expected a value, not '--'")
+    return tokens
+
+
 def run_file_flags(arguments: dict[str, Any]) -> list[str]:
     """Turn a run file's ``args`` into flags, so that one parser checks both; nothing may pass as a second flag."""
     tokens: list[str] = []
@@ -40,4 +50,4 @@ def run_file_flags(arguments: dict[str, Any]) -> list[str]:
             raise UserError(f"--{name}: {shown} is no value of a flag; give text, a number, true, false or null")
         if value is not None:
             tokens += [f"--{name}", *words] if isinstance(value, list) else [f"--{name}={value}"]
-    return tokens
+    return require_values(tokens)

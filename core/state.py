@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from core import adapters, distributed, generators
+from core import adapters, checkpoint, distributed, generators
 from core.checkpoint import OnMain
 from core.device import Device
 from core.errors import UserError, is_main_process, read_json_object
+from core.files import model_files
 from core.optimizers import family
+from core.untrusted import wrong_place
 
 FILE_BYTES, SHARD = 4 * 1000**3, "10GB"
+FORM = {"training": {"optimizer": "", "schedule_steps": [0], "own?": [0.0]}}
 
 
 def save_model(
@@ -31,23 +34,26 @@ def save_model(
     the module's own, where it holds a share of them only. With ``publish`` the names, of weights or (diffusers) of
     files, are those that the hub's models of this kind have; `load_model` does not read them.
     """
-    if hasattr(model, "save_config"):  # a model of diffusers, which can write no other weights than its own
-        model.save_config(folder)
-        write_weights(model.state_dict() if weights is None else weights, folder, weights_name(folder, publish))
-        return
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=publish)
-        dtypes = (tensor.dtype for tensor in (weights or {}).values() if tensor.is_floating_point())
-        if dtype := next(dtypes, None):  # it has written down the working dtype, which these weights may not have
-            note_dtype(folder, dtype)
-        return
-    tensors, seen = {}, set()
-    for name, tensor in (model.state_dict() if weights is None else weights).items():
+    named = model.state_dict() if weights is None else weights
+    with model_files(folder):
+        if hasattr(model, "save_config"):  # a model of diffusers, which can write no other weights than its own
+            model.save_config(folder)
+            write_weights(named, folder, weights_name(folder, publish))
+        elif hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder, state_dict=weights and dict(weights), save_original_format=publish)
+            dtypes = (tensor.dtype for tensor in (weights or {}).values() if tensor.is_floating_point())
+            if dtype := next(dtypes, None):  # it has written down the working dtype, which these weights may not have
+                note_dtype(folder, dtype)
+        else:
+            save_file(_once(named), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _once(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    first: dict[Any, str] = {}
+    for name, tensor in named.items():
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or key not in seen:
-            seen.add(key)
-            tensors[name] = tensor.detach().contiguous().cpu()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        first.setdefault(key if tensor.numel() else name, name)
+    return {name: named[name].detach().contiguous().cpu() for name in first.values()}
 
 
 def weights_name(folder: Path, publish: bool = True) -> str:
@@ -66,7 +72,8 @@ def write_weights(weights: Mapping[str, torch.Tensor], folder: Path, name: str) 
 
     host = {key: tensor.detach().cpu() for key, tensor in weights.items()}
     how = {"max_shard_size": SHARD, "metadata": {"format": "pt"}}
-    save_torch_state_dict(host, folder, filename_pattern=name.replace(".", "{suffix}.", 1), **how)
+    with model_files(folder):
+        save_torch_state_dict(host, folder, filename_pattern=name.replace(".", "{suffix}.", 1), **how)
 
 
 def with_others(
@@ -82,12 +89,12 @@ def with_others(
     return {**weights, **others}
 
 
-def copies(main: OnMain, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copies(main: OnMain, weights: Mapping[str, torch.Tensor], buffers: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Copy a model's weights, for what ``main`` writes later: names that share storage share the copy, too."""
     of_place: dict[Any, torch.Tensor] = {}
-    for tensor in weights.values():
+    for name, tensor in weights.items():
         if _place(tensor) not in of_place:
-            of_place[_place(tensor)] = main.copy(tensor)
+            of_place[_place(tensor)] = main.copy(tensor, at_once=name in buffers)
     return {name: of_place[_place(tensor)] for name, tensor in weights.items()}
 
 
@@ -169,15 +176,17 @@ def save_each(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, name: s
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of safetensors files by name, each read when it is asked for, onto the CPU.
 
+    Files in a checkpoint's folder that it does not list are passed over, see `checkpoint.lists`.
+
     Raises:
         UserError: there is no such file, or it is not readable as safetensors.
     """
 
     def __init__(self, *paths: Path) -> None:
-        if not paths:
+        if not (listed := [*filter(checkpoint.lists, paths)]):
             raise UserError("the checkpoint holds no such file (*.safetensors)")
         self._files: dict[str, Any] = {}
-        for path in paths:
+        for path in listed:
             with _reading(path):
                 file = safe_open(path, "pt")
                 self._files |= dict.fromkeys(file.keys(), file)
@@ -240,9 +249,7 @@ def _resume_schedule(schedule: Any, optimizer: torch.optim.Optimizer, steps: lis
         schedule.step(steps[0] - 1)
         return
     schedule.last_epoch, schedule._step_count = steps
-    rates = [
-        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
+    rates = [base * rate(steps[0]) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule._last_lr = rates
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -261,8 +268,15 @@ def load_training(folder: Path, strategy: Any, schedule: Any, device: Device) ->
         UserError: a file cannot be read, or the optimiser is of another family.
     """
     state = read_json_object(folder / "state.json", "checkpoint")
+    require_form(folder, state, FORM)
     with of_a_run(folder):
         return state, _put_back(folder, state.pop("training"), strategy, schedule, device)
+
+
+def require_form(folder: Path, state: dict[str, Any], form: dict[str, Any]) -> None:
+    """Raise a `UserError` if what a checkpoint's state.json holds has not the form of `wrong_place`."""
+    if place := wrong_place(state, form):
+        raise UserError(f"{folder / 'state.json'}: {place} is not what a run writes there; give another checkpoint")
 
 
 @contextmanager
@@ -270,7 +284,7 @@ def of_a_run(folder: Path) -> Iterator[None]:
     """What does not have the form that a run gives it is a `UserError` about the folder."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         what = f"{folder} is not what a run writes ({type(error).__name__}: {error})"
         raise UserError(f"{what}; give another checkpoint") from error
 
@@ -278,9 +292,8 @@ def of_a_run(folder: Path) -> Iterator[None]:
 def _put_back(folder: Path, training: dict[str, Any], strategy: Any, schedule: Any, device: Device) -> list[Any]:
     strategy.load_named_state(TensorFiles(*sorted(folder.glob("optimizer*.safetensors"))), training["optimizer"])
     _resume_schedule(schedule, strategy.optimizer, training["schedule_steps"])
-    file = folder / f"rank-{distributed.rank()}.json"
     if is_main_process():
         generators.put_back(device, training, TensorFiles(folder / "rng.safetensors"))
-    elif file.exists():
+    elif (file := folder / f"rank-{distributed.rank()}.json").exists() and checkpoint.lists(file):
         generators.put_back(device, read_json_object(file, "checkpoint"))
     return training.get("own", [])

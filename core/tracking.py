@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class Tracker:
     CSV is always written. ``--report_to`` adds trackers: "all" is TensorBoard if it is installed, "none" is none;
     those that send data to a service run only if they are named.
 
-    What cannot be written stops the run, or with ``--on_save_error continue`` is a warning: that record is lost, later
-    ones are written when there is room.
+    What cannot be written stops the run, or with ``--on_save_error continue`` is a warning, from the start on: that
+    record is lost, later ones are written when there is room.
 
     Args:
         args: ``report_to``, ``logging_dir``, ``run_name``, ``disable_tqdm`` and ``on_save_error``.
@@ -73,34 +74,52 @@ class Tracker:
     ) -> None:
         names = check(args)  # on every rank: all stop on a wrong name
         self.trackers: list[GeneralTracker] = []
-        self.stopped: list[str] = []  # by a full disk
+        self.stopped: list[str] = []  # by a full disk, or not yet started
+        self.start_step, self.configuration = start_step, {}
         self.on_save_error = args.on_save_error
         self.output_dir, self.loss_label = Path(output_dir), loss_label
         self.logging_dir = Path(args.logging_dir or self.output_dir / "logs")
         self.run_name = args.run_name or self.output_dir.resolve().name
         if is_main_process():
-            make_folder(self.logging_dir, "--logging_dir")
-            self.trackers = [CSVTracker(self.run_name, self.logging_dir, start_step)]
-            self.trackers += [self._start(name, start_step) for name in names]
-        off = args.disable_tqdm or not self.trackers
+            for name in (CSVTracker.name, *names):
+                self._start(name, start_step)
+        off = args.disable_tqdm or not is_main_process()
         self.bar = _Bar(total=total_steps, initial=start_step, disable=off, unit="step", dynamic_ncols=True)
 
-    def _start(self, name: str, start_step: int) -> GeneralTracker:
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        where = (self.run_name, self.logging_dir) if kind.requires_logging_directory else (self.run_name,)
-        # TensorBoard hides what an earlier process wrote about the steps that run again.
-        purge = {"purge_step": start_step + 1} if name == "tensorboard" and start_step else {}
-        PartialState(cpu=True)  # the trackers make one if there is none, and that would open the accelerator
+    def _start(self, name: str, start_step: int) -> None:
+        kind = CSVTracker if name == CSVTracker.name else LOGGER_TYPE_TO_CLASS[name]
+        if not kind.requires_logging_directory:  # a service: whoever named it wants to know that it takes nothing
+            self.trackers.append(self._made(kind, self.run_name))
+            return
+        # TensorBoard hides what an earlier process wrote about the steps that run again; the CSV drops it.
+        options = {"purge_step": start_step + 1} if name == "tensorboard" and start_step else {}
+        options |= {"start_step": self.start_step} if kind is CSVTracker else {}
+        with by_product(self.on_save_error):
+            try:
+                make_folder(self.logging_dir, "--logging_dir")
+                self.trackers.append(self._made(kind, self.run_name, self.logging_dir, **options))
+            except UserError:
+                self.stopped.append(name)
+                raise
+
+    def _made(self, kind: type[GeneralTracker], *where: Any, **options: Any) -> GeneralTracker:
+        if kind is not CSVTracker:
+            PartialState(cpu=True)  # the trackers make one if there is none, and that would open the accelerator
+        if kind.name == "tensorboard" and not isinstance(threading.excepthook, _Threads):
+            threading.excepthook = _Threads(threading.excepthook)
         try:
-            tracker = kind(*where, **purge)
+            tracker = kind(*where, **options)
             tracker.start()
+        except UserError:  # the CSV's own
+            raise
         except Exception as error:  # no room for its files, no login
-            raise UserError(f"--report_to {name} cannot start: {error}") from error
+            raise UserError(f"--report_to {kind.name} cannot start: {error}") from error
         return tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyper-parameters: scalars, flattened."""
-        self._each("store_init_configuration", flat(values))
+        self.configuration = flat(values)
+        self._each("store_init_configuration", self.configuration)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Record ``values`` of optimiser step ``step``; values of None are left out.
@@ -142,13 +161,15 @@ class Tracker:
                 warn_once(f"--report_to {tracker.name} stopped ({error!r}); {CSV_NAME} has all records")
 
     def _start_again(self, step: int) -> None:
-        """Start anew what a full disk has stopped, once there is room: its own writer is of no more use."""
+        """Start (anew) what a full disk has stopped, once there is room: its own writer is of no more use."""
         with suppress(UserError):
-            while self.stopped:
+            for name in list(self.stopped):
                 write_file(probe := self.logging_dir / ".room", bytes(ROOM))
                 probe.unlink()
-                self.trackers.append(self._start(self.stopped[0], step - 1))
-                del self.stopped[0]
+                self.stopped.remove(name)
+                self._start(name, step - 1)
+                if name == CSVTracker.name and name not in self.stopped:
+                    self._call(self.trackers[-1], "store_init_configuration", self.configuration)
 
     def advance(
         self,
@@ -180,6 +201,17 @@ class Tracker:
             except Exception as error:  # a picture must not cost the model
                 warn_once(f"no loss curve: {error}")
         self.trackers = []
+
+
+class _Threads:
+    """``threading.excepthook`` without a full disk that has ended TensorBoard's own thread: its next call tells it."""
+
+    def __init__(self, others: Callable[[threading.ExceptHookArgs], Any]) -> None:
+        self.others = others
+
+    def __call__(self, ended: threading.ExceptHookArgs) -> None:
+        if not (issubclass(ended.exc_type, OSError) and type(ended.thread).__module__.startswith("tensorboard")):
+            self.others(ended)
 
 
 class _Bar(tqdm):

@@ -31,7 +31,7 @@ def read_ahead(source: Dataset, workers: int, pin_memory: bool) -> Iterator[Any]
     # The loader draws seeds for its workers: from a generator of its own, or the number of workers would move
     # the global one and with it every dropout mask.
     options = {"num_workers": workers, "pin_memory": pin_memory, "generator": torch.Generator().manual_seed(0)}
-    loader = DataLoader(source, batch_size=None, worker_init_fn=start, **options)
+    loader, batches = DataLoader(source, batch_size=None, worker_init_fn=start, **options), None
     try:
         with _signals_wait(workers):
             batches = iter(loader)
@@ -47,6 +47,8 @@ def read_ahead(source: Dataset, workers: int, pin_memory: bool) -> Iterator[Any]
             f"a process of --dataloader_num_workers {workers} ended ({error}); the system may have run out of memory: "
             "give fewer"
         ) from None
+    finally:
+        batches = None  # else an error, whose traceback holds this frame, would keep the workers
 
 
 def _signals_wait(workers: int) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from core import checkpoint, errors
 from core.errors import exit_with_one_line
 from core.records import read_csv
 from tests.core.ranks import results, start_ranks
+from tests.core.test_tracking import events
 
 STEPS = 6
 FLAGS = "--use_cpu --disable_tqdm --report_to none --block_size 16 --do_train --do_eval --eval_strategy steps"
@@ -248,6 +249,7 @@ def test_a_final_model_that_cannot_be_written_is_an_error_after_the_results(
     assert code == 2
     assert re.match("error: .*the model cannot be written: .*No space left on device", line)
     assert "eval_perplexity" in recipe.out
+    assert not list(disk.run.glob("*config.json"))  # of a model without weights
     assert warned(caplog, "checkpoint-6 cannot be written") == 1
     disk.make_room()
     assert checkpoints(disk.run) == [2, 4]
@@ -273,3 +275,20 @@ def test_two_ranks_stop_and_go_on_alike(tmp_path: Path) -> None:
         assert [found["hidden"] for found in one.values()] == [[]] * 4
     for what in ("checkpoint", "log"):
         assert [len(one[f"{what} continue"]["warned"]) for one in ranks] == [1, 0]
+
+
+@pytest.mark.slow
+def test_a_run_starts_though_the_disk_of_its_logs_is_full(
+    disk: Disk, recipe: Recipe, weights: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = ["--logging_dir", str(disk.run / "logs"), "--report_to", "tensorboard"]
+    disk.fill()
+    assert recipe(tmp_path / "stops", *logs) == 2
+    (line,) = recipe.err.strip().splitlines()
+    assert re.match("error: .*No space left on device", line)
+    assert recipe(tmp_path / "goes on", *logs, *GO_ON, events={3: disk.make_room}) == 0
+    assert recipe.err == ""
+    assert warned(caplog, "No space left on device.*; the run goes on without it") in (1, 2)  # of one folder, or two
+    assert (tmp_path / "goes on" / "model.safetensors").read_bytes() == weights
+    assert [row["step"] for row in records(disk.run)] == [str(step) for step in (3, 4, 4, 5, 5, 6, 6)]
+    assert events(disk.run / "logs" / "goes on")["eval_loss"] == [3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""Whatever stands in arguments and files, it is one line of at most 1,000 characters, or it works."""
+"""Whatever stands in arguments and files, it is one line of at most 2,000 characters, or it works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import REPOSITORY
 from tests.test_run_files import asked_by
 
 RECIPES = ("image_classification", "language_modeling", "summarization", "text_to_image")
-LONGEST = 1000  # characters of an error; a list of everything that is wrong may be cut
+LONGEST = 2000  # characters of an error; a list of everything that is wrong may be cut
 
 
 def fuzz(examples: int) -> settings:

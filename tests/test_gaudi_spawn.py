@@ -74,7 +74,7 @@ def test_any_arguments_reach_the_runner(argv):
         (["--world_size", "0", SPAWN], "--world_size is 0"),
         (["--grace_seconds", "nan", SPAWN], "--grace_seconds is nan"),
         (["no_such_script.py", "--x"], "no training script 'no_such_script.py'"),
-        (["--hostfile", "nowhere", "--use_deepspeed", SPAWN], "--hostfile nowhere cannot be read"),
+        (["--hostfile", "nowhere", "--use_deepspeed", SPAWN], "--hostfile: nowhere cannot be read"),
         (["--use_mpi", "--use_deepspeed", SPAWN], "two launchers"),
     ],
 )

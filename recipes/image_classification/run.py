@@ -179,7 +179,7 @@ def build_model(args: Namespace, run: Run, config: Any) -> tuple[Any, Processing
         attention.register(run.device, args)
         how = {"attn_implementation": attention.supported(kind, attention.choose(args, run.device), config)}
         if name:
-            how |= {"dtype": "float32", **options}
+            how |= {"dtype": "float32", "use_safetensors": True, **options}
             model = load_classifier(kind, name, config, args.ignore_mismatched_sizes, **how)
         else:
             model = kind.from_config(config, dtype="float32", **how)

@@ -179,7 +179,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Any]) -> tuple[Any, A
         how = {"attn_implementation": attention.supported(kind, attention.choose(args, run.device), config)}
         if args.model_name_or_path:
             how["dtype"] = args.torch_dtype or ("bfloat16" if args.bf16 and args.lora_rank else "float32")
-            model = kind.from_pretrained(name, config=config, **how, **options)
+            model = kind.from_pretrained(name, config=config, use_safetensors=True, **how, **options)
         else:
             model = kind.from_config(config, dtype="float32", **how)
     model.config.use_cache = args.use_cache
@@ -332,6 +332,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         metrics = train(engine, tokenizer, args.label_smoothing_factor, evaluation)
         if args.save_last_ckpt:
             run.save_model(run.output_dir, tokenizer)
+        run.end_if_asked("training is at its end; evaluation was not")
         run.report("train", metrics)
     else:
         run.place(model)

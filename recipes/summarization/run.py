@@ -175,7 +175,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
         attention.register(run.device, args)
         choice = attention.supported(AutoModelForSeq2SeqLM, attention.choose(args, run.device), config)
         if args.model_name_or_path:
-            kinds = {"dtype": "float32", "attn_implementation": choice}
+            kinds = {"dtype": "float32", "attn_implementation": choice, "use_safetensors": True}
             model = AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **kinds, **options)
         else:
             model = AutoModelForSeq2SeqLM.from_config(config, dtype="float32", attn_implementation=choice)

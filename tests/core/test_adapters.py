@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from core import adapters, checkpoint, optimizers, state
+from core import adapters, optimizers, state
 from core.errors import UserError
 from core.export import export
 from core.results import leftovers
 from tests.core.programs import adapted
 from tests.core.ranks import results, start_ranks
+from tests.core.saved import save
 
 KINDS = ("gpt2", "llama")
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -148,7 +149,7 @@ def test_merging_takes_gathered_weights(bases: dict[str, Path]) -> None:
 
 
 def write(model: nn.Module, folder: Path) -> Path:
-    return checkpoint.save(folder, 1, lambda main, at: main(adapters.save, model, at))
+    return save(folder, 1, lambda main, at: main(adapters.save, model, at))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -209,3 +209,62 @@ def test_the_loop_ends_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
         run(folder, "--max_steps", "4", "--save_steps", "2", stop=stop)
         assert checkpoint.problem(folder / f"checkpoint-{stop or 4}") is None
         assert not list(folder.glob(".checkpoint-*"))
+
+
+def test_a_library_that_raises_a_bare_error_of_the_system_is_trouble_too(tmp_path: Path) -> None:
+    """As tokenizers does: it is written in Rust."""
+
+    def rust() -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    writer = Writer(CPU, stop=True)
+    writer.save(tmp_path, 1, lambda main, folder: main(rust))
+    with pytest.raises(UserError, match="checkpoint-1 cannot be written: No space left"):
+        writer.finish()
+
+
+def test_ranks_that_write_nothing_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    later, tensor = Later(at_once=False), torch.ones(LARGE)
+    assert later.copy(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_a_large_buffer_is_copied_at_once(tmp_path: Path) -> None:
+    """The next forward pass changes it, before any step."""
+
+    class Counting(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2 * LARGE))
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            self.seen += 1
+            return super().forward(batch)
+
+    run(tmp_path, "--max_steps", "4", "--save_steps", "1", model=Counting())
+    for step in range(1, 5):
+        assert load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")["seen"].unique().tolist() == [step]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(*_: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoint, "_remove", busy)
+    engine, *_ = run(tmp_path, "--max_steps", "2", "--save_steps", "1", "--save_total_limit", "1")
+    engine.writer.finish()
+    assert "an old checkpoint cannot be removed" in caplog.text
+    assert engine.writer.complete == 2
+    assert checkpoint.problem(tmp_path / "checkpoint-2") is None
+
+
+def test_a_checkpoint_that_failed_is_not_complete(tmp_path: Path) -> None:
+    writer = Writer(CPU, stop=False)
+    writer.save(tmp_path, 1, write_of(torch.ones(4)))
+    writer.finish()
+    writer.save(tmp_path, 2, write_of(torch.ones(4), full))
+    writer.finish()
+    assert writer.complete == 1
+    assert len(writer.writing) == 1

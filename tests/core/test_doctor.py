@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +21,7 @@ import pytest
 
 from core import doctor
 from core.cards import Finding, release
+from core.errors import exit_with_one_line
 from tests.conftest import REPOSITORY
 from tests.core.test_cards import as_nobody, by_name, machine, write
 
@@ -399,3 +402,53 @@ def test_findings_are_aligned_with_their_advice() -> None:
         "two",
         "  long name  problem  bad; mend it",
     ]
+
+
+# ---------------------------------------------------------------------------------------------------- where it runs
+
+
+def test_a_reader_that_goes_wants_no_more_and_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process each, with a real pipe and a real full file; an exit flushes what is still in the buffer."""
+    monkeypatch.setattr(doctor, "examine", lambda: {"one": [Finding("a", "ok", "1")]})
+    gone, pipe = os.pipe()
+    os.close(gone)
+    for target, code, said in ((pipe, 0, ""), (os.open("/dev/full", os.O_WRONLY), 2, "error: .*No space left.*\n")):
+        heard, errors = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                os.dup2(target, 1)
+                os.dup2(errors, 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+                with pytest.raises(SystemExit) as ended:
+                    exit_with_one_line(lambda: doctor.main([]))
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(ended.value.code)
+            finally:
+                os._exit(99)
+        os.close(target)
+        os.close(errors)
+        with open(heard) as file:
+            assert re.fullmatch(said, file.read())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
+def test_a_working_folder_that_was_removed_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    finding = doctor.room("here", Path())
+    assert finding == Finding("disk, here", "note", "the working folder was removed", "cd to one that is there")
+
+
+@pytest.mark.parametrize(("folder", "state"), [("absent", "note"), ("", "ok"), (None, "ok")])
+def test_a_folder_for_temporary_files_that_is_not_there_has_a_note(tmp_path, monkeypatch, folder, state) -> None:
+    for name in ("versions", "devices", "environment", "memory", "limits", "tools", "hub"):
+        monkeypatch.setattr(doctor, name, lambda *_: [])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=2**40))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / folder))
+    finding = by_name(doctor.examine()["machine"])["disk, temporary"]
+    assert (finding.state, f"{tmp_path}/absent, which is no folder" in finding.value) == (state, state == "note")

@@ -429,7 +429,7 @@ def test_an_interruption_says_how_to_go_on_where_there_is_a_way(tmp_path: Path, 
         return capsys.readouterr().err.splitlines()[-1]
 
     assert interrupted(False) == "interrupted"
-    assert interrupted(True) == "interrupted; --resume_from_checkpoint auto goes on from the last checkpoint"
+    assert interrupted(True) == "interrupted; nothing is saved yet: start it anew, with --overwrite_output_dir"
 
 
 def test_files_say_what_they_are(tmp_path: Path) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core import adapters
+from core import adapters, checkpoint, preemption
 from core.data import IGNORE_INDEX, BatchLoader
 from core.device import Device
 from core.engine import Engine
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
+from core.preemption import Preempted
 from core.results import claim_output_dir
 from core.run import Run
 from tests import fake_bridge
+from tests.conftest import REPOSITORY
 from tests.core.toy import LENGTHS, Model, arguments, collate, loader_of, loss_sum, run, weights
 
 
@@ -31,7 +39,7 @@ def test_loss_and_weights_do_not_depend_on_the_split_of_a_window(tmp_path: Path,
         split = ["--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
         folder = tmp_path / f"{batch}"
         engine, model, steps = run(folder, *split, *optimizer, "--max_steps", "5", "--save_strategy", "no")
-        results.append((weights(model), [loss for *_, loss in steps], float(engine.losses.grad_norm)))
+        results.append((weights(model), [loss for *_, loss in steps], engine.losses.norm))
     for other in results[1:]:
         torch.testing.assert_close(other[0], results[0][0], rtol=0, atol=1e-6)
         assert other[1] == pytest.approx(results[0][1], abs=1e-6)
@@ -53,7 +61,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_real_tokens(tmp_path: Pat
         for parameter in reference.parameters():
             parameter -= parameter.grad
     torch.testing.assert_close(weights(model), weights(reference), rtol=0, atol=1e-6)
-    assert float(engine.losses.grad_norm) == pytest.approx(float(norm), abs=1e-6)
+    assert engine.losses.norm == pytest.approx(float(norm), abs=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "accumulation", "updates"), [(10, 3, 2), (4, 3, 1), (12, 3, 2), (1, 4, 1)])
@@ -145,7 +153,7 @@ def test_clipping_limits_the_step_and_zero_switches_it_off(tmp_path: Path) -> No
         flags = ["--optim", "sgd", "--learning_rate", "1", "--max_steps", "1", "--lr_scheduler_type", "constant"]
         engine, model, _ = run(tmp_path / limit, *flags, "--max_grad_norm", limit)
         torch.manual_seed(42)
-        moved[limit] = (float((weights(model) - weights(Model())).norm()), float(engine.losses.grad_norm))
+        moved[limit] = (float((weights(model) - weights(Model())).norm()), engine.losses.norm)
     assert moved["0.01"][0] == pytest.approx(0.01, rel=1e-3)
     assert moved["0"][0] == pytest.approx(moved["0"][1], rel=1e-4)
     assert moved["0.01"][1] == pytest.approx(moved["0"][1])  # the norm that is logged is the one before clipping
@@ -509,3 +517,90 @@ def test_averages_of_a_model_without_adapters_are_written_and_it_keeps_its_own(t
     assert torch.equal(saved["head.bias"], model.head.bias)
     assert saved.keys() == model.state_dict().keys()
     assert torch.equal(weights(model), before)
+
+
+def to_myself(number: int) -> None:
+    """Send a signal, and wait until it is noted: another thread may get it."""
+    os.kill(os.getpid(), number)
+    while not preemption.asked():
+        time.sleep(0.001)
+
+
+def preempted_at(step: int) -> Callable[[Engine], None]:
+    def each(engine: Engine) -> None:
+        if engine.step_count == step:
+            to_myself(signal.SIGTERM)
+
+    return each
+
+
+def test_a_signal_at_an_epochs_end_leaves_no_epoch_out(tmp_path: Path) -> None:
+    """Four steps in an epoch; the run goes on at the beginning of the epoch that it is in."""
+    flags = ["--max_steps", "12", "--per_device_train_batch_size", "8"]
+    with pytest.raises(Preempted, match="checkpoint-4 is complete"), preemption.listen():
+        run(tmp_path, *flags, each=preempted_at(4))
+    flags += ["--resume_from_checkpoint", "auto", "--ignore_data_skip"]
+    engine, *_ = run(tmp_path, *flags, stop=5)
+    assert (engine.epoch, engine.position) == (1, 1)
+
+
+def test_a_checkpoint_that_fails_is_not_said_to_be_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_complete", full)
+    flags = ["--max_steps", "4", "--save_strategy", "no", "--on_save_error", "continue"]
+    with pytest.raises(Preempted, match="checkpoint-2 could not be written"), preemption.listen():
+        run(tmp_path, *flags, each=preempted_at(2))
+
+
+def test_a_cut_evaluation_is_made_again_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Also its random numbers; and once more, if the run is cut off within it again."""
+    flags = ["--max_steps", "6", "--save_steps", "4", "--eval_strategy", "steps", "--eval_steps", "3"]
+
+    def go(name: str, *more: str, cut: int | None = None) -> tuple[list[dict[str, float]], torch.Tensor]:
+        args, found = arguments(tmp_path / name, *flags, *more), []
+        engine = Engine(Run(args, GaudiConfig(), "toy"), Model(0.5), loader_of(args))
+
+        def forward(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+            if engine.step_count == cut:
+                to_myself(signal.SIGUSR1)
+            return loss_sum(engine.run.model, batch) * torch.rand(()), None
+
+        def evaluation() -> dict[str, float]:
+            metrics, _ = engine.run.evaluate(loader_of(args, train=False, batch=4), forward, "eval")
+            found.append({"step": engine.step_count, "loss": metrics["eval_loss"]})
+            return metrics
+
+        for window in engine.windows():
+            for batch in engine.micro_batches(window):
+                engine.backward(loss_sum(engine.model, batch))
+            engine.step(window)
+            if engine.due("eval"):
+                engine.evaluate(evaluation)
+            if engine.due("save"):
+                engine.save()
+        return found, weights(engine.run.model)
+
+    expected, straight = go("straight")
+    for more in ([], ["--resume_from_checkpoint", "auto"]):
+        with pytest.raises(Preempted, match="checkpoint-3 is complete"), preemption.listen():
+            go("cut", *more, cut=3)
+        assert json.loads((tmp_path / "cut" / "checkpoint-3" / "state.json").read_text())["left"] == ["eval"]
+    found, again = go("cut", "--resume_from_checkpoint", "auto")
+    assert found == expected
+    assert torch.equal(again, straight)
+
+
+def test_a_finished_run_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from core import locks; locks.hold(Path(sys.argv[1]))"
+
+    def other() -> int:
+        return subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], cwd=REPOSITORY, capture_output=True
+        ).returncode
+
+    engine, *_ = run(tmp_path, "--max_steps", "1")
+    assert other() != 0
+    engine.run.close()
+    assert other() == 0

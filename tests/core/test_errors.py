@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -211,3 +214,88 @@ def test_a_program_that_a_signal_ends(monkeypatch, preemptible, rank):
         said = process.communicate(timeout=8)[1]
     line = "stopped by SIGTERM: training had not begun; go on so\n"
     assert (process.returncode, said) == ((75, line if rank == "0" else "") if preemptible else (-15, ""))
+
+
+SAVING = """
+import sys, time
+from core import preemption
+from core.errors import exit_with_one_line
+def main():
+    preemption.hold()
+    print("up", flush=True)
+    while not preemption.asked():
+        print("a line", flush=True)
+        print("another one", file=sys.stderr)
+        time.sleep(0.01)
+    print("saved", file=open(sys.argv[1], "w"))
+    preemption.release("all is saved")
+exit_with_one_line(main, preemptible=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("reader", ["pipe", "terminal", "full"])
+def test_a_run_that_nobody_hears_goes_on_until_a_signal_and_saves(tmp_path, reader):
+    """As with ``| tee log``, which gets the signal too, a connection that ended, a log on a full disk."""
+    ours, theirs = os.openpty() if reader == "terminal" else os.pipe()
+    if reader == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), theirs)
+    command = [sys.executable, "-c", SAVING, str(tmp_path / "saved")]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True)
+    os.close(theirs)
+    if reader != "full":
+        assert os.read(ours, 2) == b"up"
+    os.close(ours)
+    time.sleep(0.3)
+    if process.poll() is None:
+        process.terminate()
+    assert process.wait(8) == 75
+    assert (tmp_path / "saved").read_text() == "saved\n"
+
+
+ENDING = """
+import atexit, io, os, signal, subprocess, sys, threading
+from core import preemption
+from core.errors import exit_with_one_line
+def myself(number):
+    os.kill(os.getpid(), number)
+class Interrupted(io.StringIO):
+    def write(self, text):
+        myself(signal.SIGINT)
+def hangs():
+    try:
+        myself(signal.SIGTERM)
+    finally:
+        print(subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL).pid, flush=True)
+        lock = threading.Lock()
+        lock.acquire() and lock.acquire()
+def is_asked_at_its_end():
+    preemption.over()
+    myself(signal.SIGTERM)
+    atexit.register(myself, signal.SIGUSR1)
+def is_asked_after_its_end():
+    atexit.register(myself, signal.SIGTERM)
+def is_interrupted_at_its_last_line():
+    sys.stderr = Interrupted()
+    myself(signal.SIGTERM)
+preemption.LIMIT = 0.4
+exit_with_one_line(globals()[sys.argv[1]], preemptible=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("is_asked_at_its_end", 0), ("is_asked_after_its_end", 0), ("is_interrupted_at_its_last_line", 75), ("hangs", 75)],
+)
+def test_what_comes_at_a_programs_end_does_not_change_its_exit_code(program, code):
+    """A library that hangs, as a pool does one of whose idle processes was killed, is ended with what it started."""
+    process = subprocess.run(
+        [sys.executable, "-c", ENDING, program], capture_output=True, text=True, cwd=REPOSITORY, timeout=8
+    )
+    assert process.returncode == code, process.stderr
+    if program == "hangs":
+        line = "stopped by SIGTERM: training had not begun (and killed: it had not ended after 0.4 s)"
+        assert process.stderr.strip() == line
+        with suppress(FileNotFoundError):  # else nobody has reaped it yet
+            assert Path(f"/proc/{int(process.stdout)}/stat").read_text().split()[2] == "Z"

@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-from core import checkpoint, export, state
+from core import export, state
 from core.checkpoint import OnMain
 from core.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.core.saved import save
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def trained(tiny_t5: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("state.json", "rank-1.json"):
             main((folder / name).write_text, "{}")
 
-    return checkpoint.save(tmp_path_factory.mktemp("trained"), 7, write)
+    return save(tmp_path_factory.mktemp("trained"), 7, write)
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -113,7 +114,7 @@ def test_deepspeeds_own_checkpoint_is_refused_with_a_hint(tmp_path: Path, name: 
 def test_a_model_without_configuration_keeps_its_numbers(tmp_path: Path) -> None:
     """Buffers of whole numbers keep their type, in bf16 as well."""
     model = torch.nn.BatchNorm1d(2)
-    folder = checkpoint.save(tmp_path, 1, lambda main, folder: main(state.save_model, model, folder))
+    folder = save(tmp_path, 1, lambda main, folder: main(state.save_model, model, folder))
     export.export(folder, tmp_path / "out", "bf16")
     found = state.TensorFiles(*(tmp_path / "out").glob("*.safetensors"))
     assert found["num_batches_tracked"].dtype == torch.int64
@@ -179,7 +180,7 @@ def test_a_pipelines_trained_part_goes_to_its_place(tiny_sd: Path, tmp_path: Pat
         if averaged:
             main(state.save_tensors, averages | {"/steps": torch.tensor(3)}, folder / "ema.safetensors")
 
-    export.export(checkpoint.save(tmp_path, 1, write), tmp_path / "out", "bf16")
+    export.export(save(tmp_path, 1, write), tmp_path / "out", "bf16")
     training = {"config.json", "ema.safetensors", "learned_from.json", "model.safetensors"}
     assert not training & {path.name for path in (tmp_path / "out").iterdir()}
     loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.state_dict()
@@ -189,7 +190,7 @@ def test_a_pipelines_trained_part_goes_to_its_place(tiny_sd: Path, tmp_path: Pat
 
 def test_a_lone_part_of_a_pipeline_loads_by_itself(tiny_sd: Path, tmp_path: Path) -> None:
     model = changed_unet(tiny_sd)
-    folder = checkpoint.save(tmp_path, 1, lambda main, at: main(state.save_model, model, at))
+    folder = save(tmp_path, 1, lambda main, at: main(state.save_model, model, at))
     export.export(folder, tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

@@ -9,7 +9,7 @@ import pytest
 
 from core import errors
 from core.errors import UserError
-from core.files import by_product, write_file, write_json
+from core.files import by_product, model_files, share, write_file, write_json
 
 
 def test_a_crash_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -61,3 +61,27 @@ def test_what_a_run_can_do_without_ends_it_or_is_one_warning(tmp_path, caplog, m
     assert caplog.messages == [f"{line}; the run goes on without it"]
     with pytest.raises(KeyError), by_product("continue"):
         raise KeyError("a bug")
+
+
+def test_a_file_gets_the_mode_of_a_new_one(tmp_path):
+    (tmp_path / "x").touch(0o600)
+    before = os.umask(0o027)
+    try:
+        share(tmp_path, [tmp_path / "x"])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_files_of_a_model_are_all_there_or_none_is_new(tmp_path):
+    (tmp_path / "old").touch()
+
+    def fail() -> None:
+        (tmp_path / "new").touch()
+        (tmp_path / "folder").mkdir()
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), model_files(tmp_path):
+        fail()
+    assert sorted(os.listdir(tmp_path)) == ["folder", "old"]

@@ -15,9 +15,12 @@ import torch
 from core import nonfinite
 from core.data import BatchLoader, Window
 from core.device import Device
+from core.engine import Engine
 from core.errors import UserError
+from core.gaudi_config import GaudiConfig
 from core.nonfinite import IN_A_ROW, UNREAD, Losses
-from tests.core.toy import arguments, loader_of, loss_sum, run, weights
+from core.run import Run
+from tests.core.toy import Model, arguments, loader_of, loss_sum, run, weights
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_resumed_run_knows_what_was_left_out(tmp_path: Path) -> None:
 
 def test_a_run_that_only_leaves_out_is_stopped(tmp_path: Path) -> None:
     flags = ["--max_steps", "40", "--on_nonfinite", "skip", "--per_device_train_batch_size", "2"]
-    with pytest.raises(UserError, match=f"in step {IN_A_ROW + 2} .*, as in the {IN_A_ROW - 1} steps before it"):
+    with pytest.raises(UserError, match=f"in step {IN_A_ROW + 2} .*, as in the {IN_A_ROW - 1} before it"):
         run(tmp_path, *flags, loss=at_steps(*range(3, 40)))
 
 
@@ -141,7 +144,7 @@ class Queue(Device):
 def test_a_device_that_queues_work_is_read_once_in_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Queue("cpu", "cpu", "eager", torch.device("cpu"))
     args, reads = arguments(tmp_path, "--on_nonfinite", "skip"), 0
-    losses = Losses(args, device, tmp_path, lambda step: ("a run", "mend it"))
+    losses = Losses(args, device, tmp_path, "a run", lambda step: "mend it")
     read = torch.Tensor.tolist
 
     def counted(tensor: torch.Tensor) -> Any:
@@ -169,7 +172,7 @@ def test_a_device_that_queues_work_is_read_once_in_many_steps(tmp_path: Path, mo
 def test_a_loss_that_is_not_finite_makes_all_its_gradients_so(tmp_path: Path, value: float) -> None:
     """Even where its own gradient is a number, as that of an infinite constant is."""
     device = Device("cpu", "cpu", "eager", torch.device("cpu"))
-    losses = Losses(arguments(tmp_path), device, tmp_path, lambda step: ("", ""))
+    losses = Losses(arguments(tmp_path), device, tmp_path, "", lambda step: "")
     weight, scale = torch.ones(3, requires_grad=True), torch.tensor(0.25)
     losses.add(weight.sum() + value, scale).backward()
     assert not torch.isfinite(weight.grad).any()
@@ -179,6 +182,27 @@ def test_a_loss_that_is_not_finite_makes_all_its_gradients_so(tmp_path: Path, va
 
 
 def test_rows_that_cannot_be_saved_are_no_reason_to_hide_the_error(tmp_path: Path) -> None:
-    (tmp_path / nonfinite.FILE).mkdir()
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        (tmp_path / nonfinite.FILE).mkdir()
+        return loss_sum(model, batch) * math.nan
+
     with pytest.raises(UserError, match=r"in step 1 \(.*its rows, from 0: [\d, ]+\)"):
-        run(tmp_path, "--max_steps", "2", "--per_device_train_batch_size", "4", loss=at_steps(1))
+        run(tmp_path, "--max_steps", "2", "--per_device_train_batch_size", "4", loss=loss)
+
+
+def test_a_record_of_skipped_steps_alone_has_no_loss(tmp_path: Path) -> None:
+    run(tmp_path, "--max_steps", "3", "--logging_steps", "1", "--on_nonfinite", "skip", loss=at_steps(2))
+    rows = list(csv.DictReader((tmp_path / "logs" / "metrics.csv").open()))
+    assert [bool(row["loss"]) for row in rows] == [True, False, True]
+
+
+def test_averages_do_not_take_in_what_was_left_out(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "--max_steps", "3", "--on_nonfinite", "skip", "--save_strategy", "no")
+    engine, losses = Engine(Run(args, GaudiConfig(), "toy"), Model(), loader_of(args)), at_steps(2)
+    moved = []
+    for window in engine.windows():
+        for batch in engine.micro_batches(window):
+            engine.backward(losses(engine.model, batch))
+        moved.append(engine.step(window))
+    assert moved == [True, False, True]

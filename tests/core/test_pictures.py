@@ -288,7 +288,8 @@ def test_empty_cells_are_unreadable_images(tmp_path: Path, arguments: Any, monke
         for at in range(1, len(pictures)):
             with pytest.raises(UnreadableImage) as caught:
                 pictures.open(at)
-            assert pictures.path(at) in str(caught.value)
+            path, said = (text.replace("\0", "\\x00") for text in (pictures.path(at), str(caught.value)))
+            assert path[:1500] in said  # of a longer one the middle is left out
             assert pictures.name(at) == pictures.path(at) or pictures.name(at) == f"test image {at + 1} of {len(rows)}"
 
 

@@ -97,3 +97,14 @@ def test_a_state_of_another_form_is_one_error(tmp_path: Path, change: dict[str, 
     engine = Engine(Run(args, GaudiConfig(), "toy"), Model(), loader_of(args))
     with pytest.raises(UserError, match="is not what a run writes"):
         progress.load(engine, tmp_path / "checkpoint-2")
+
+
+def test_what_was_left_is_done_only_where_todays_flags_ask_for_it(tmp_path: Path) -> None:
+    run(tmp_path, "--max_steps", "2", "--save_steps", "2")
+    state = tmp_path / "checkpoint-2" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"left": ["eval", "images"]}))
+    for strategy, left in (("no", []), ("steps", ["eval"])):
+        args = arguments(tmp_path / strategy, "--max_steps", "4", "--eval_strategy", strategy)
+        engine = Engine(Run(args, GaudiConfig(), "toy"), Model(), loader_of(args))
+        progress.load(engine, tmp_path / "checkpoint-2")
+        assert engine.left == left

@@ -15,6 +15,7 @@ from core import errors, results
 from core.arguments import SUBSTITUTES, parse_arguments
 from core.errors import UserError
 from core.results import INSTEAD, compare_with_published, describe_run, save_metrics
+from tests.core.saved import save
 
 
 @pytest.fixture(autouse=True)
@@ -457,3 +458,37 @@ def test_a_pipeline_that_no_run_has_left_is_kept(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
     for change in ({"do_train": False}, {"resume_from_checkpoint": "auto"}):
         assert results.claim_output_dir(Namespace(**vars(args) | change), "x") == tmp_path
+
+
+SAVED = "--resume_from_checkpoint auto goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_one", "advice"),
+    [
+        (None, False, "nothing is saved yet: start it anew, with --overwrite_output_dir"),
+        (None, True, "nothing is saved yet: start it anew, with --overwrite_output_dir"),
+        ("auto", False, "nothing is saved yet: start it again as it was"),
+        ("auto", True, SAVED),
+        ("other/checkpoint-3", False, "--resume_from_checkpoint other/checkpoint-3 goes on from there again"),
+        ("other/checkpoint-3", True, "--resume_from_checkpoint other/checkpoint-3 goes on from there again"),
+    ],
+)
+def test_an_interruption_before_the_first_save_tells_the_way_that_there_is(tmp_path, capsys, asked, has_one, advice):
+    def interrupted() -> str:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(SystemExit):
+            errors.exit_with_one_line(interrupt)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    if has_one:
+        (tmp_path / "checkpoint-2").mkdir()
+    names = {"output_dir": str(tmp_path), "resume_from_checkpoint": asked, "overwrite_output_dir": True}
+    results.claim_output_dir(Namespace(**names, do_train=True), "x")
+    assert interrupted() == f"interrupted; {advice}"
+    save(tmp_path, 4, lambda main, folder: main((folder / "x").write_text, ""))
+    assert interrupted() == f"interrupted; {SAVED}"
+    results.claim_output_dir(Namespace(**names, do_train=False), "x")
+    assert interrupted() == "interrupted"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from core import checkpoint, state
@@ -17,6 +18,7 @@ from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.strategies import Replicated
 from tests.core import toy
+from tests.core.saved import save
 
 CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
 
@@ -104,7 +106,7 @@ class Training:
 def test_no_file_of_a_checkpoint_needs_unpickling(tmp_path: Path) -> None:
     """Every state file is JSON or safetensors, and reads with nothing else."""
     first, second = Training(2), Training()
-    folder = checkpoint.save(tmp_path, 2, first.write)
+    folder = save(tmp_path, 2, first.write)
     for path in folder.iterdir():
         assert path.suffix in (".json", ".safetensors")
         json.loads(path.read_text()) if path.suffix == ".json" else dict(state.TensorFiles(path))
@@ -126,13 +128,71 @@ def test_a_checkpoint_of_the_release_before_still_loads(tmp_path: Path) -> None:
         del content["training"]["own"]
         (folder / "state.json").write_text(json.dumps(content))
 
-    folder = checkpoint.save(tmp_path, 2, write)
+    folder = save(tmp_path, 2, write)
     assert json.loads((folder / checkpoint.MARKER).read_text())["format"] == 1
     drawn = torch.rand(4)
     assert checkpoint.find("auto", tmp_path) == folder
     assert second.load(folder) == ({"step": 1, "value": 0.1 + 0.2}, [])
     assert torch.equal(torch.rand(4), drawn)
     assert second.all_state() == first.all_state()
+
+
+def test_copies_that_somebody_keeps_in_a_checkpoint_are_not_read(tmp_path: Path) -> None:
+    """Their names sort after the checkpoint's own."""
+    old, first, second = Training(1), Training(2), Training()
+    folder, other = save(tmp_path, 2, first.write), save(tmp_path / "old", 1, old.write)
+    for name in ("model", "optimizer"):
+        shutil.copy(other / f"{name}.safetensors", folder / f"{name}_old.safetensors")
+    (folder / "model_mine.safetensors").write_text("not tensors")
+    second.load(folder)
+    assert torch.equal(second.model.weight, first.model.weight)
+    assert second.all_state() == first.all_state() != old.all_state()
+    marker = folder / checkpoint.MARKER
+    content = json.loads(marker.read_text())
+    del content["files"]["model.safetensors"]
+    marker.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="holds no such file"):
+        second.load(folder)
+
+
+def test_generators_that_somebody_put_beside_a_checkpoint_are_not_another_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the second of two ranks, of which each keeps the generators that it has."""
+    folder, second = save(tmp_path, 2, Training(2).write), Training()
+    (folder / "rank-1.json").write_text('{"python_random": "mine"}')
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    second.load(folder)
+
+
+class Configured(nn.Linear):
+    """Writes a configuration and its weights, as models of transformers do, if there is room."""
+
+    room = True
+
+    def save_pretrained(self, folder: Path, state_dict: dict | None, save_original_format: bool) -> None:
+        (folder / "config.json").write_text("{}")
+        save_file(self.state_dict(), folder / "model.safetensors")
+        if not self.room:
+            raise OSError("No space left on device")
+
+
+def test_a_model_is_written_whole_or_not_at_all_and_for_others_to_read(tmp_path: Path) -> None:
+    """What was there stays."""
+    (tmp_path / "mine.json").write_text("{}")
+    model = Configured(2, 2)
+    model.room = False
+    with pytest.raises(OSError, match="No space"):
+        state.save_model(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    model.room = True
+    for written in (model, nn.Linear(2, 2)):
+        state.save_model(written, tmp_path)
+        modes = [path.stat().st_mode for path in (tmp_path / "model.safetensors", tmp_path / "mine.json")]
+        assert modes[0] == modes[1]
+    state.write_weights(model.state_dict(), tmp_path, "adapter_model.safetensors")
+    assert (tmp_path / "adapter_model.safetensors").stat().st_mode == modes[1]
 
 
 def test_state_beyond_one_file_goes_into_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +213,7 @@ def test_state_beyond_one_file_goes_into_more(tmp_path: Path, monkeypatch: pytes
 def test_state_of_several_files_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FILE_BYTES", 30)
     first, second = Training(2), Training()
-    folder = checkpoint.save(tmp_path, 2, first.write)
+    folder = save(tmp_path, 2, first.write)
     assert len(list(folder.glob("optimizer*.safetensors"))) > 2
     second.load(folder)
     assert second.all_state() == first.all_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
 from argparse import Namespace
 from contextlib import AbstractContextManager
@@ -332,7 +333,7 @@ def full(folder) -> AbstractContextManager[None]:
     return at_most(path.stat().st_size + 3)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the writer's own thread
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
 def test_a_full_disk_stops_tensorboard_and_the_run(tmp_path):
     tracker = Tracker(arguments(report_to=["tensorboard"], run_name="run"), tmp_path, total_steps=3)
     tracker.log({"loss": 1.0}, 1)
@@ -342,7 +343,6 @@ def test_a_full_disk_stops_tensorboard_and_the_run(tmp_path):
     assert events(tmp_path / "logs" / "run")["loss"] == [1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_starts_again_when_there_is_room(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(errors, "_warned", set())
     args = arguments(report_to=["tensorboard"], run_name="run", on_save_error="continue")
@@ -362,6 +362,63 @@ def test_tensorboard_starts_again_when_there_is_room(tmp_path, caplog, monkeypat
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["metrics.csv", "run"]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's own thread
+def test_a_run_starts_without_room_for_logs_and_has_them_later(tmp_path, caplog, monkeypatch, capsys):
+    """Also when it goes on after step 2, from where the log of another process has steps that run again."""
+    monkeypatch.setattr(errors, "_warned", set())
+    folder, logs = tmp_path / "new", tmp_path / "logs"
+    first = Tracker(arguments(logging_dir=str(logs)), folder, total_steps=6)
+    for step in (1, 2, 3):
+        first.log({"loss": 1.0}, step)
+    args = arguments(report_to=["tensorboard"], run_name="run", on_save_error="continue", logging_dir=str(logs))
+    with at_most(0):
+        tracker = Tracker(args, folder, total_steps=6, start_step=2)
+        tracker.store_init_configuration({"learning_rate": 0.5})
+        tracker.log({"loss": 2.0}, 3)
+    assert len(caplog.messages) == 2
+    for kind, message in zip(
+        (r"metrics\.csv cannot be written", "tensorboard cannot start"), caplog.messages, strict=True
+    ):
+        assert re.search(f"{kind}: .*File too large.*; the run goes on without it$", message)
+    for step in (4, 5):
+        tracker.log({"loss": 2.0}, step)
+    tracker.finish()
+    rows = [(row["step"], row["loss"]) for row in read_csv(logs / "metrics.csv")]
+    assert rows == [("1", "1.0"), ("2", "1.0"), ("4", "2.0"), ("5", "2.0")]
+    assert '"learning_rate": 0.5' in (logs / "hyperparameters.json").read_text()
+    assert events(logs / "run")["loss"] == [4, 5]
+    assert (folder / "loss_curve.png").is_file()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("place", ["a file", "no room"])
+def test_without_a_place_for_logs_a_run_stops_or_has_none(tmp_path, caplog, monkeypatch, place):
+    monkeypatch.setattr(errors, "_warned", set())
+    logs, size = tmp_path / "logs", 0 if place == "no room" else 10_000
+    logs.mkdir() if place == "no room" else logs.touch()
+    with at_most(size):
+        with pytest.raises(UserError, match=r"logs.*, or --on_save_error continue$"):
+            Tracker(arguments(), tmp_path, total_steps=1)
+        tracker = Tracker(arguments(on_save_error="continue"), tmp_path, total_steps=1)
+        tracker.log({"loss": 2.0}, 1)
+        tracker.finish()
+    assert len(caplog.messages) == 1
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
+def test_what_else_ends_a_thread_is_told(tmp_path, capsys):
+    """Only a full disk under TensorBoard's own thread is told elsewhere."""
+    told = []
+    hook = tracking._Threads(told.append)
+
+    class Writer(threading.Thread):
+        __module__ = "tensorboard.summary.writer.event_file_writer"
+
+    for kind, thread in ((OSError, Writer()), (ValueError, Writer()), (OSError, threading.Thread())):
+        hook(threading.ExceptHookArgs((kind, kind(), None, thread)))
+    assert len(told) == 2
+
+
 def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
     def start(self):
         raise RuntimeError("no login:\nlog in first")
@@ -372,7 +429,6 @@ def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
         Tracker(arguments(report_to=["failing"]), tmp_path, total_steps=1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_costs_no_trained_model(tmp_path, caplog, monkeypatch):
     """No room for the curve and the last of TensorBoard: warnings, although the policy is to stop."""
     monkeypatch.setattr(errors, "_warned", set())

@@ -97,7 +97,8 @@ def test_a_schedulers_signals_to_all_processes_leave_workers_at_work(after):
 @pytest.mark.processes
 def test_a_worker_ends_when_its_main_process_says_so():
     def main() -> int:
-        workers = workers_of(read_ahead(Slow(), workers=2, pin_memory=False))
+        batches = read_ahead(Slow(), workers=2, pin_memory=False)  # held: without it they end by themselves
+        workers = workers_of(batches)
         for worker in workers:
             worker.terminate()
         gone, _ = psutil.wait_procs(workers, timeout=3)
@@ -109,7 +110,8 @@ def test_a_worker_ends_when_its_main_process_says_so():
 @pytest.mark.processes
 def test_workers_end_with_their_main_process_at_once(tmp_path):
     def main() -> int:
-        workers = workers_of(read_ahead(Slow(), workers=2, pin_memory=False))
+        batches = read_ahead(Slow(), workers=2, pin_memory=False)  # held: without it they end by themselves
+        workers = workers_of(batches)
         (tmp_path / "pids").write_text(" ".join(str(worker.pid) for worker in workers))
         os.kill(os.getpid(), signal.SIGKILL)
         return 0

@@ -60,7 +60,7 @@ def split(flags: list[str], folder: Path, name: str) -> dict[str, Any]:
     norms, after = [], []
 
     def each(engine: Engine) -> None:
-        norms.append(float(engine.losses.grad_norm))
+        norms.append(engine.losses.norm)
         after.append(all_weights(engine))
 
     given = [*SGD, *ONCE, *window(rows, accumulation), *flags]
@@ -88,7 +88,7 @@ def clip(flags: list[str], folder: Path, limit: float | None) -> dict[str, Any]:
     engine, *_ = toy.run(folder, *flags, model=Slope(), loss=lambda model, batch: model(batch), changed=changed)
     moved = torch.tensor(all_weights(engine)).norm().item()
     engine.strategy.close()
-    found = {"moved": moved, "norm": float(engine.losses.grad_norm)}
+    found = {"moved": moved, "norm": engine.losses.norm}
     if distributed.rank() == 0:
         row = next(csv.DictReader((folder / "logs" / "metrics.csv").open()))
         found |= {"logged": float(row["grad_norm"]), "clipped": int(float(row["grad_clipped"]))}

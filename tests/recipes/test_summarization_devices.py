@@ -199,6 +199,7 @@ def test_two_ranks_have_the_numbers_of_one(name: str, two: dict[str, Ran], alone
     assert_same(two[name], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AT[4])
 def test_four_ranks_have_the_numbers_of_one(name: str, four: dict[str, Ran], alone: Ran) -> None:
     """Micro-batches of one row, and fewer rows than ranks in the last step and in the test split."""
@@ -215,6 +216,7 @@ def test_one_process_goes_on_where_two_ranks_stopped(
     assert_same(Ran(tmp_path / "run"), alone, last=STEPS - STOP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_four_ranks_go_on_where_two_stopped(name: str, four: dict[str, Ran], alone: Ran) -> None:
     assert_same(four[f"{name}_resumed"], alone, last=STEPS - STOP)

@@ -58,7 +58,8 @@ AT = {
     2: {"plain": REPLICATED, "few": ("zero3",), **dict.fromkeys(("lora", "sdxl", "built_in"), ("ddp",))},
     4: {"plain": ("ddp",), "few": ("fast_ddp",)},
 }
-IMAGES_OF = ["2/plain_ddp", "2/plain_fast_ddp", "2/plain_zero2", "2/few_zero3", "2/built_in_ddp", "4/plain_ddp"]
+FOUR = pytest.param("4/plain_ddp", marks=pytest.mark.slow)
+IMAGES_OF = ["2/plain_ddp", "2/plain_fast_ddp", "2/plain_zero2", "2/few_zero3", "2/built_in_ddp", FOUR]
 LATENTS = 4 * 4 * 8 * 8  # bytes of an image's
 FILLED = {2: ("4", "2"), 4: ("2", "2")}  # micro-batches of which a short window leaves ranks nothing but filler
 # On cards: one record, and epochs without news.
@@ -232,6 +233,7 @@ def test_two_ranks_have_the_numbers_of_one(
     assert_same(two[f"{kind}_{strategy}"], alone[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), pairs_at(4))
 def test_four_ranks_have_the_numbers_of_one(
     kind: str, strategy: str, four: dict[str, Drew], alone: dict[str, Drew]
@@ -255,22 +257,20 @@ def test_what_two_ranks_keep_is_what_one_keeps(kind: str, two: dict[str, Drew], 
 
 
 @pytest.mark.parametrize("name", IMAGES_OF)
-def test_ranks_draw_the_images_of_one(
-    name: str, two: dict[str, Drew], four: dict[str, Drew], alone: dict[str, Drew]
-) -> None:
+def test_ranks_draw_the_images_of_one(name: str, request: pytest.FixtureRequest, alone: dict[str, Drew]) -> None:
     """Three, of which the second rank has one less than the first, and the fourth none. They are counted once."""
     size, name = name.split("/")
-    run = {"2": two, "4": four}[size][name]
+    run = request.getfixturevalue({"2": "two", "4": "four"}[size])[name]
     assert_same_images(run, alone[name.rpartition("_")[0].removesuffix("_fast")])
     assert run.metrics["generate_images"] == len(run.images()) == 3
 
 
-@pytest.mark.parametrize("name", ["2/plain_ddp", "2/plain_zero2", "4/plain_ddp"])
+@pytest.mark.parametrize("name", ["2/plain_ddp", "2/plain_zero2", FOUR])
 def test_ranks_show_the_images_of_one_while_they_train(
-    name: str, two: dict[str, Drew], four: dict[str, Drew], alone: dict[str, Drew]
+    name: str, request: pytest.FixtureRequest, alone: dict[str, Drew]
 ) -> None:
     size, name = name.split("/")
-    run = {"2": two, "4": four}[size][name]
+    run = request.getfixturevalue({"2": "two", "4": "four"}[size])[name]
     assert sorted(path.name for path in (run.folder / "validation_images").iterdir()) == [
         f"step-{step:06d}.png" for step in (2, 4)
     ]

@@ -33,6 +33,7 @@ found = {}
 for name in names:
     flags = ["--per_device_train_batch_size", "4", "--max_steps", "2", "--save_steps", "2", *trials.flags_of(name)]
     engine, model, _ = toy.run(Path(folder) / name, *flags, model=Observing())
+    engine.writer.finish()  # ranks other than 0 do not wait for the file else
     saved = state.TensorFiles(Path(folder) / name / "checkpoint-2" / "model.safetensors")
     found[name] = {
         "here": [float(getattr(model, buffer)) for buffer in ("seen", "rows", "odd")],

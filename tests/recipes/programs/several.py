@@ -73,12 +73,13 @@ def watched(folder: Path) -> Iterator[None]:
     copied, evaluations = [], []
     PUT_IN_PLACE.clear()
 
-    def counting(self: Engine, window: Window) -> None:
-        step(self, window)
+    def counting(self: Engine, window: Window) -> bool:
+        moved = step(self, window)
         seen = snapshot()
         compiled = sum(graph["compiled"] for graph in seen["graphs"])
         counts.append([compiled, sum(sync["count"] for sync in seen["syncs"])])
         copied.append(seen["copies"]["to_device"]["bytes"])
+        return moved
 
     def evaluating(self: Run, loader: Any, *arguments: Any) -> Any:
         before = waits()
