@@ -128,12 +128,12 @@ class Writer:
         self.lost.append(time.perf_counter() - began)
 
     def _write(self, main: OnMain, temporary: Path, step: int, began: float, keep: tuple[Any, ...]) -> None:
-        with suppress(OSError, AttributeError):  # a thread's own, on Linux: training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             if isinstance(main, Later):
                 main(main.fill)
                 self._copied.set()
+                with suppress(OSError, AttributeError):  # a thread's own, on Linux: from now on training goes first
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
                 main.write()
             checkpoint.complete(main, temporary, step)
             if main.failure is None:

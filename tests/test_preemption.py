@@ -131,6 +131,12 @@ def test_a_signal_at_any_moment(runs, flags, straight, tmp_path, name, moment):
     check(runs, flags, straight, tmp_path, [[0, function, count, name, "self"]], newest)
 
 
+def test_a_signal_when_all_results_are_written_changes_nothing(runs, flags, straight, tmp_path):
+    argv = [*flags, "--max_steps", "2", "--output_dir", str(tmp_path)]
+    plan = [[0, "core/run.py:close", 1, "SIGTERM", "self"]]
+    assert runs.run("summarization", argv, tmp_path / "said", plan) == [0]
+
+
 def test_signals_to_all_processes_of_a_run_with_workers_twice(runs, flags, straight, tmp_path):
     """While a batch is made, and while the checkpoint is written."""
     plan = [[0, "core/engine.py:backward", 3, "SIGUSR1", "run"], [0, "core/background.py:_write", 2, "SIGTERM", "run"]]
