@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from core import errors  # noqa: E402
+from core import errors, preemption  # noqa: E402
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 
@@ -33,10 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _separate() -> Iterator[None]:
-    """What a test leaves in the environment, or has warned of, is not there for the next one."""
-    before = dict(os.environ)
+    """What a test leaves in the environment, has warned of, or does about signals is not there for the next one."""
+    before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in preemption.SIGNALS}
     errors._warned.clear()
     yield
+    for number, handler in handlers.items():  # one that is ignored would be so in what later tests start, too
+        signal.signal(number, handler)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
