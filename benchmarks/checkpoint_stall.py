@@ -39,7 +39,8 @@ def collate(rows: list[int], shape: tuple[int, ...]) -> Batch:
 def measure(rounds: int, width: int, folder: Path) -> dict[str, list[float]]:
     """Seconds that training stood still at each save, by row."""
     flags = ["--output_dir", str(folder), "--do_train", "--use_cpu", "--disable_tqdm", "--report_to", "none"]
-    flags += ["--max_steps", str(3 * BETWEEN * (rounds + 1) + BETWEEN - 1), "--save_strategy", "no", "--save_total_limit", "2"]
+    steps = 3 * BETWEEN * (rounds + 1) + BETWEEN - 1
+    flags += ["--max_steps", str(steps), "--save_strategy", "no", "--save_total_limit", "2"]
     args = parse_arguments(flags, description="")
     args.execution_mode = "eager"
     model, seconds = build(width), {name: [] for name in NAMES}
