@@ -71,7 +71,7 @@ class TrainingArguments:
     per_device_train_batch_size: int = flag(8, "rows a device takes in one forward pass", least=1)
     per_device_eval_batch_size: int = flag(8, "rows a device evaluates at once", least=1)
     gradient_accumulation_steps: int = flag(1, "forward passes in one optimiser step", least=1)
-    learning_rate: float = flag(5e-5, "peak learning rate; never scaled with the number of devices")
+    learning_rate: float = flag(5e-5, "peak learning rate; never scaled with the number of devices", below=1e35)
     lr_scheduler_type: str = flag("linear", "schedule of the learning rate, any name that transformers has")
     warmup_steps: int = flag(0, "optimiser steps of warm-up")
     warmup_ratio: float = flag(0.0, "warm-up as a share of all optimiser steps, if --warmup_steps is 0", below=1)

@@ -39,7 +39,7 @@ from core.mixed_precision import effective_op_lists, resolve_precision
 from core.strategies import Replicated
 from core.throughput import Throughput
 from core.tracking import banner
-from core.zero import Zero, announce
+from core.zero import Zero, announce, keeps_groups
 
 
 class Run:
@@ -280,7 +280,7 @@ class Run:
         if self._strategy:
             self._strategy.close()
         locks.release(self.output_dir)
-        if not self.deepspeed:  # which keeps groups of this one, and needs them if this process trains again
+        if not keeps_groups():
             distributed.stop()
 
     def distribution(self) -> str | None:

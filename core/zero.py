@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
@@ -241,6 +242,12 @@ def load_deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
+
+
+def keeps_groups() -> bool:
+    """Whether DeepSpeed has been at work in this process: it keeps groups of the ranks, and needs them again."""
+    comm = sys.modules.get("deepspeed.comm")
+    return comm is not None and comm.is_initialized()
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from core.errors import UserError
 from core.export import export
 from core.gaudi_config import GaudiConfig
 from core.run import Run
+from tests.conftest import REPOSITORY
 from tests.core import toy, trials
 from tests.core.ranks import results, start_ranks
 from tests.core.test_strategies import check_failures, check_left_out, check_resumed, check_steps, check_the_rest
@@ -242,3 +245,26 @@ def test_steps_below_bf16s_rounding_are_kept_in_fp32(tmp_path: Path) -> None:
     for dtype, moved in zero:
         assert (dtype, moved) == ("torch.float32", pytest.approx(-1e-3, rel=0.01))
     assert ended.stderr.count("trainable parameters are not fp32") == 1
+
+
+IN_TURN = """
+import sys
+from pathlib import Path
+from tests.core import toy
+for number, flags in enumerate((["--deepspeed", "zero2"], [], ["--deepspeed", "zero3"])):
+    given = ["--max_steps", "2", "--save_strategy", "no", *flags]
+    engine, _, steps = toy.run(Path(sys.argv[1]) / str(number), *given)
+    engine.run.close()
+    print("loss", steps[-1][-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_with_deepspeed_follows_one_without_in_the_same_process(tmp_path: Path) -> None:
+    """It keeps groups of the ranks, and would find them gone."""
+    command = [sys.executable, "-c", IN_TURN, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6), done.stderr[-3000:]
+    assert len(losses) == 3
