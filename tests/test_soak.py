@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,13 +61,20 @@ class Soak:
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         pages = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))  # kB
         self.memory.append((step, 1024 * pages))
-        self.files.append((step, len(os.listdir(process / "fd"))))
+        self.files.append((step, sum("torch_" not in target for target in targets(process / "fd"))))
         self.threads.append((step, int(status["Threads"])))
         self.children.append((step, len(psutil.Process(int(process.name)).children())))
 
     @property
     def speeds(self) -> list[tuple[int, float]]:
         return [(int(row["step"]), float(row[SPEED])) for row in self.records() if row[SPEED]]
+
+
+def targets(descriptors: Path) -> Iterator[str]:
+    """What a process has open; a tensor that a worker hands over is a file ``torch_...`` for a moment."""
+    for name in os.listdir(descriptors):
+        with suppress(OSError):  # closed since
+            yield os.readlink(descriptors / name)
 
 
 def quarter(numbers: list[tuple[int, float]], number: int) -> list[float]:
@@ -116,24 +124,37 @@ def step_ms(run: Soak, number: int) -> float:
     return min(found)
 
 
-def assert_steady(run: Soak) -> None:
-    """The second quarter, when everything has happened several times, is like the last one."""
+def changes(run: Soak) -> list[str]:
+    """What of the second quarter, when everything has happened several times, is not like that in the last one."""
     report(run)
+    found = []
     before, after = (statistics.median(quarter(run.memory, number)) for number in (2, 4))
-    assert after - before < 4 * MB, "memory grows"  # 4 kB a step; runs without a leak had at most 1.1 MB
-    # One left by each checkpoint would be four more. The least, and two spare: many are there for a moment, such as
-    # one open file for each tensor that a worker process hands over.
+    if after - before >= 4 * MB:  # 4 kB a step; runs without a leak had at most 1.1 MB
+        found.append(f"memory grows from {before / MB:.1f} to {after / MB:.1f} MB")
+    # One left by each checkpoint would be four more; two are spare. Worker processes and their pipes come and go.
     for kind in ("files", "threads", "children"):
-        assert min(quarter(getattr(run, kind), 4)) <= min(quarter(getattr(run, kind), 2)) + 2, f"{kind} pile up"
+        if min(quarter(getattr(run, kind), 4)) > max(quarter(getattr(run, kind), 2)) + 2:
+            found.append(f"{kind} pile up")
     before, after = (step_ms(run, number) for number in (2, 4))
     if run.busy > 0.1:  # then it shares caches and clock, too: the same step takes 7 ms or 10 ms
         warnings.warn(f"the machine was busy: {before:.2f} ms a step, later {after:.2f} ms, not judged", stacklevel=2)
-    else:
-        assert after < 1.1 * before, "steps become slower"
-    kept = sorted(path.name for path in run.output.glob("*checkpoint-*"))
-    kept += sorted(path.name for path in run.output.glob(".*") if path.name != ".lock")
-    assert kept == [f"checkpoint-{STEPS - 250}", f"checkpoint-{STEPS}"]
-    assert run.left == []
+    elif after >= 1.1 * before:
+        found.append(f"steps become slower: {before:.2f} ms, later {after:.2f} ms")
+    return found
+
+
+def assert_steady(folder: Path, recipe: str, *flags: str | Path) -> None:
+    """A leak or a drift is there in each of three runs; what another program did meanwhile is not."""
+    for attempt in range(3):
+        (folder / f"{attempt}").mkdir()
+        run = soak(folder / f"{attempt}", recipe, *flags)
+        kept = sorted(path.name for path in run.output.glob("*checkpoint-*"))
+        kept += sorted(path.name for path in run.output.glob(".*") if path.name != ".lock")
+        assert kept == [f"checkpoint-{STEPS - 250}", f"checkpoint-{STEPS}"]
+        assert run.left == []
+        if not (found := changes(run)):
+            return
+    pytest.fail(", ".join(found))
 
 
 def report(run: Soak) -> None:
@@ -143,7 +164,7 @@ def report(run: Soak) -> None:
         least = {kind: min(quarter(getattr(run, kind), number)) for kind in ("files", "threads", "children")}
         most = {kind: max(quarter(getattr(run, kind), number)) for kind in ("files", "threads", "children")}
         print(
-            f"{run.output.parent.name} quarter {number}: {len(memory)} samples, memory {min(memory) / MB:.1f} to"
+            f"{run.output.parents[1].name} quarter {number}: {len(memory)} samples, memory {min(memory) / MB:.1f} to"
             f" {max(memory) / MB:.1f}, median {statistics.median(memory) / MB:.1f} MB; {least} to {most};"
             f" {step_ms(run, number):.2f} ms a step, the log's median is {statistics.median(speeds):.1f} rows a second"
         )
@@ -154,7 +175,7 @@ def test_summarization(tmp_path: Path, tiny_t5: Path) -> None:
     validation = write_jsonl(tmp_path / "validation.jsonl", pairs(16, 1))
     flags = ["--predict_with_generate", "--max_source_length", "32", "--max_target_length", "12"]
     files = ["--train_file", train, "--validation_file", validation]
-    assert_steady(soak(tmp_path, "summarization", "--model_name_or_path", tiny_t5, *files, *flags))
+    assert_steady(tmp_path, "summarization", "--model_name_or_path", tiny_t5, *files, *flags)
 
 
 def test_language_modeling(tmp_path: Path, tiny_gpt2: Path) -> None:
@@ -162,7 +183,7 @@ def test_language_modeling(tmp_path: Path, tiny_gpt2: Path) -> None:
     validation = write_jsonl(tmp_path / "validation.jsonl", texts(40, 1))
     files = ["--train_file", train, "--validation_file", validation, "--block_size", "16"]
     files += ["--per_device_train_batch_size", "16"]
-    assert_steady(soak(tmp_path, "language_modeling", "--model_name_or_path", tiny_gpt2, *files))
+    assert_steady(tmp_path, "language_modeling", "--model_name_or_path", tiny_gpt2, *files)
 
 
 def test_image_classification(tmp_path: Path, tiny_vit: Path) -> None:
@@ -170,7 +191,7 @@ def test_image_classification(tmp_path: Path, tiny_vit: Path) -> None:
     folders = {f"--{split}_dir": save_pictures(tmp_path / split, size) for split, size in SIZES.items()}
     flags = ["--dataloader_num_workers", "2", "--ignore_mismatched_sizes"]
     named = [word for item in folders.items() for word in item]
-    assert_steady(soak(tmp_path, "image_classification", "--model_name_or_path", tiny_vit, *named, *flags))
+    assert_steady(tmp_path, "image_classification", "--model_name_or_path", tiny_vit, *named, *flags)
 
 
 def test_text_to_image(tmp_path: Path, tiny_sd: Path) -> None:
@@ -179,4 +200,4 @@ def test_text_to_image(tmp_path: Path, tiny_sd: Path) -> None:
     flags = "--use_ema --validation_prompt alpha --num_validation_images 1 --validation_steps 100".split()
     flags += "--num_inference_steps 2 --resolution 16".split()
     named = [word for item in folders.items() for word in item]
-    assert_steady(soak(tmp_path, "text_to_image", "--model_name_or_path", tiny_sd, *named, *flags))
+    assert_steady(tmp_path, "text_to_image", "--model_name_or_path", tiny_sd, *named, *flags)
