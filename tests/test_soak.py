@@ -131,9 +131,9 @@ def changes(run: Soak) -> list[str]:
     before, after = (statistics.median(quarter(run.memory, number)) for number in (2, 4))
     if after - before >= 4 * MB:  # 4 kB a step; runs without a leak had at most 1.1 MB
         found.append(f"memory grows from {before / MB:.1f} to {after / MB:.1f} MB")
-    # One left by each checkpoint would be four more; two are spare. Worker processes and their pipes come and go.
+    # One left by each checkpoint would be three more; one is spare. Worker processes and their pipes come and go.
     for kind in ("files", "threads", "children"):
-        if min(quarter(getattr(run, kind), 4)) > max(quarter(getattr(run, kind), 2)) + 2:
+        if min(quarter(getattr(run, kind), 4)) > max(quarter(getattr(run, kind), 2)) + 1:
             found.append(f"{kind} pile up")
     before, after = (step_ms(run, number) for number in (2, 4))
     if run.busy > 0.1:  # then it shares caches and clock, too: the same step takes 7 ms or 10 ms
