@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from core import memory
 from core.memory import MemoryTracker
 
 
@@ -127,3 +130,20 @@ def test_on_the_cpu():
     record = tracker.record()
     assert 0 < record["memory_allocated (GB)"] <= record["max_memory_allocated (GB)"]
     assert tracker.peaks()["train"] <= record["max_memory_allocated (GB)"] < record["total_memory_available (GB)"]
+
+
+@pytest.mark.parametrize(("limit", "left"), [("1000000000", 100_000_000), ("max", None), (None, None)])
+def test_free_memory_is_what_a_container_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, left: int | None
+) -> None:
+    """Without a limit it is the machine's, which has more than a tenth of a GB here."""
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.current").write_text("900000000\n")
+    if limit:
+        (group / "memory.max").write_text(f"{limit}\n")
+    free = memory.free_host_memory()
+    assert free == left if left else free > 100_000_000
