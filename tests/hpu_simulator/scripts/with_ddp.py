@@ -63,3 +63,5 @@ found = {
 if rank == 0:
     print(json.dumps(found))
 dist.destroy_process_group()
+model = optimizer = loss = None
+task.leave()

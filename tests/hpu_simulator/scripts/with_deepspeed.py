@@ -39,3 +39,5 @@ for config in args.configs:
 if rank == 0:
     print(json.dumps(found))
 deepspeed.comm.destroy_process_group()
+engine = optimizer = loss = None
+task.leave()

@@ -54,3 +54,5 @@ for config in sys.argv[1:]:
 if rank == 0:
     print(json.dumps(found))
 dist.destroy_process_group()
+engine = optimizer = loss = None
+task.leave()
