@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.contests import OURS, Contest, Measured, Row, Settings
 from benchmarks.gradient_reduction import build
+from benchmarks.turns import run_command
 from core.arguments import parse_arguments
 from core.data import Batch, BatchLoader
 from core.engine import Engine
@@ -72,6 +75,23 @@ def measure(rounds: int, width: int, folder: Path) -> dict[str, list[float]]:
             seconds[name].append(time.perf_counter() - began)
     engine.finish_training()
     return {name: values[1:] for name, values in seconds.items()}  # the first of each is cold
+
+
+def measure_in_rounds(settings: Settings) -> Measured:
+    """Seconds that training stands still for our checkpoint, and for torch.save of the same state."""
+    figures, width = settings.folder / "seconds.json", 16 if settings.small else 256
+    words = [sys.executable, "-m", "benchmarks.checkpoint_stall", "--rounds", max(settings.rounds, 2)]
+    run_command([*words, "--width", width, "--folder", settings.folder, "--output", figures])
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    values = {OURS: found["seconds"][NAMES[0]], "torch": found["seconds"][NAMES[2]]}
+    waiting = statistics.median(found["seconds"][NAMES[1]])
+    parameters = sum(one.numel() for one in build(width).parameters())
+    facts = {"parameters": parameters, "optimiser": "AdamW", "threads": found["threads"], "precision": "fp32"}
+    return Measured(values, facts | {"our checkpoint while training waits, s": waiting})
+
+
+ROW = Row("checkpoint, training stands still", "torch", "torch.save of the same state", 0.1, at_most=True)
+CONTESTS = [Contest("checkpoint_stall", "s", [ROW], measure_in_rounds, devices=("cpu",))]
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Fast data parallelism beside DistributedDataParallel: a step of two gloo processes on this machine's CPU.
 
-python -m benchmarks.gradient_reduction [--rounds 30] [--width 256] [--batch 2] [--output FILE]
+python -m benchmarks.gradient_reduction [--rounds 30] [--width 256] [--batch 2] [--variants NAME ...] [--output FILE]
 
 A model of the shape of an encoder and decoder (many small tensors and a large table, 20 million parameters at the
 default width), forward, backward, gradients to None. All variants train in the same processes and in turn (A B C A B C
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,10 +27,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.contests import OURS, Contest, Measured, Row, Settings
+from benchmarks.turns import run_command
 from core.device import Device
 from core.gradients import GradientReducer, synchronize_state
 
 RANKS = 2
+PEER = "DDP, buckets of 25 MiB"  # torch's default
+FAST = "fast DDP, views, overlap"  # what --distribution_strategy fast_ddp is on a CPU
+STEPS = 8  # in a round of the contest: their mean is its figure
 Step = Callable[[torch.Tensor], None]
 
 
@@ -89,25 +95,23 @@ def with_reducer(model: nn.Module, bucket_cap_mb: float, **options: object) -> S
     return step
 
 
-def variants(width: int) -> dict[str, Step]:
-    """Every variant with a model of its own, of the same weights. The first is what the others are compared to."""
-    half = {"reduction_dtype": torch.bfloat16}
-    return {
-        "DDP, buckets of 25 MiB": with_ddp(build(width), 25),
-        "DDP, 230 MiB": with_ddp(build(width), 230),
-        "fast DDP, views": with_reducer(build(width), 25, as_views=True, overlap=False),
-        "fast DDP, views, overlap": with_reducer(build(width), 25, as_views=True, overlap=True),
-        "fast DDP, in place, overlap": with_reducer(build(width), 25, overlap=True),
-        "fast DDP, bf16": with_reducer(build(width), 25, overlap=False, **half),
-        "fast DDP, bf16, overlap": with_reducer(build(width), 25, overlap=True, **half),
-    }
+HALF = {"reduction_dtype": torch.bfloat16}
+VARIANTS: dict[str, Callable[[nn.Module], Step]] = {  # the first is what the others are compared to
+    PEER: lambda model: with_ddp(model, 25),
+    "DDP, 230 MiB": lambda model: with_ddp(model, 230),
+    "fast DDP, views": lambda model: with_reducer(model, 25, as_views=True, overlap=False),
+    FAST: lambda model: with_reducer(model, 25, as_views=True, overlap=True),
+    "fast DDP, in place, overlap": lambda model: with_reducer(model, 25, overlap=True),
+    "fast DDP, bf16": lambda model: with_reducer(model, 25, overlap=False, **HALF),
+    "fast DDP, bf16, overlap": lambda model: with_reducer(model, 25, overlap=True, **HALF),
+}
 
 
 def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     """One of the processes; rank 0 writes the seconds of every round beside ``store``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    steps = variants(args.width)
+    steps = {name: VARIANTS[name](build(args.width)) for name in args.variants}  # a model each, of the same weights
     seconds, busy = {name: [] for name in steps}, {name: [] for name in steps}
     generator = torch.Generator().manual_seed(rank)
     for number in range(args.rounds + 2):  # two to warm up: DDP arranges its buckets anew after the first
@@ -126,12 +130,32 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def measure_in_rounds(settings: Settings) -> Measured:
+    """Seconds of a step with the variant that a recipe takes, and with DDP."""
+    figures, width = settings.folder / "figures.json", 16 if settings.small else 256
+    words = [sys.executable, "-m", "benchmarks.gradient_reduction", "--rounds", settings.rounds * STEPS]
+    run_command([*words, "--width", width, "--variants", PEER, FAST, "--output", figures])
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    values = {
+        side: [statistics.mean(seconds[at : at + STEPS]) for at in range(0, len(seconds), STEPS)]
+        for side, seconds in ((OURS, found["seconds"][FAST]), ("ddp", found["seconds"][PEER]))
+    }
+    facts = {"parameters": found["parameters"], "processes": RANKS, "threads of each": 1, "precision": "fp32"}
+    facts |= {"rows of each": found["batch"], "tokens of a row": 32, "our variant": FAST, "steps of a round": STEPS}
+    return Measured(values, facts)
+
+
+ROW = Row("gradient reduction, 2 processes", "ddp", "torch's DDP with its default buckets", 1.0, at_most=True)
+CONTESTS = [Contest("gradient_reduction", "s/step", [ROW], measure_in_rounds, devices=("cpu",))]
+
+
 def main() -> None:
     """Measure, print the table, and write the figures if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2, help="rows of 32 tokens in each process")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="these only")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 
+from core.dropout import attend as attend_on_host
+from core.dropout import draws_here, is_short
 from core.errors import UserError, warn_once
 
 FUSED = "gaudi_fused_sdpa"
@@ -68,7 +71,8 @@ def supported(model_class: type, choice: str, config: Any = None) -> str:
 def register(device: Any, args: Namespace) -> None:
     """Make "gaudi_fused_sdpa" known to transformers: FusedSDPA with the options in ``args``, or torch's SDPA.
 
-    Also sets whether torch's math attention may reduce in bf16 (``--sdp_on_bf16``). The last call counts.
+    Also sets whether torch's math attention may reduce in bf16 (``--sdp_on_bf16``), and lets models that
+    `core.dropout.place` has marked draw the masks of "sdpa" as bytes. The last call counts.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -79,13 +83,55 @@ def register(device: Any, args: Namespace) -> None:
         allow_bf16(bool(args.sdp_on_bf16))
     elif args.sdp_on_bf16:
         warn_once("--sdp_on_bf16 has no effect: this torch has no such setting")
+    on_host = not device.has_fused_attention and device.draws_masks_on_host
+    sdpa = _with_byte_masks(sdpa_attention_forward) if on_host else sdpa_attention_forward
+    AttentionInterface.register("sdpa", sdpa)
     if device.has_fused_attention:
         kernel = device.bridge("hpex.kernels").FusedSDPA
         AttentionInterface.register(FUSED, _fused_attention(kernel, args))
         AttentionMaskInterface.register(FUSED, _static_mask(bool(args.flash_attention_causal_mask)))
     else:
-        AttentionInterface.register(FUSED, sdpa_attention_forward)
+        AttentionInterface.register(FUSED, sdpa)
         AttentionMaskInterface.register(FUSED, sdpa_mask)
+
+
+def _with_byte_masks(plain: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return ``plain``, transformers' attention by SDPA, with another way for weights that are dropped on the host.
+
+    There torch's SDPA with dropout goes through fp32, and draws each weight's number by itself.
+    """
+
+    @functools.wraps(plain)
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,  # of transformers' interface
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        own = draws_here(module, query, dropout) if dropout > 0 else is_short(module, query, key)
+        own = own and query.shape[0] == key.shape[0]
+        learned = attention_mask is not None and attention_mask.requires_grad
+        if not own or learned or any(options.get(name) for name in ("softcap", "output_attentions")):
+            arguments = (attention_mask, dropout, scaling, is_causal, position_bias)
+            return plain(module, query, key, value, *arguments, **options)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is None and causal and query.shape[2] > 1:
+            shape = (1, 1, query.shape[2], key.shape[2])
+            attention_mask = torch.ones(shape, dtype=torch.bool).tril()
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = attend_on_host(query, key, value, attention_mask, position_bias, scale, dropout)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from core import distributed, preemption
-from core.buckets import assign, make_buckets, plan_epoch, share
+from core.buckets import Composition, Part, make_buckets, share
 from core.errors import UserError, say
 from core.losses import IGNORED as IGNORE_INDEX
 from core.splits import PHASES
@@ -24,7 +24,6 @@ Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any], tuple[int, ...]], Batch]
 Augment = Callable[[Any, np.random.Generator], Any]
 OnUnreadable = Callable[[list[int]], None]
-Part = tuple[list[int], int, tuple[int, ...]]
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor:
@@ -173,15 +172,20 @@ class MicroBatches(Dataset):
     A `UserError` is returned: one that is raised in a worker arrives as the text of a traceback.
     """
 
-    def __init__(self, loader: BatchLoader, parts: list[Part], epoch: int) -> None:
-        self.loader, self.parts, self.epoch = loader, parts, epoch
+    def __init__(self, loader: BatchLoader, rows: np.ndarray, epoch: int, start: int) -> None:
+        self.loader, self.epoch, self.rows = loader, epoch, rows[start * loader.window :]
+        self.at = loader.batch_size, distributed.rank(), distributed.world_size()
+        self.together = loader.batch_size * distributed.world_size()  # a window is a multiple of it
+        self.first = loader.accumulation if epoch == start == 0 else 0  # how many are of the first window of all
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return -(-len(self.rows) // self.together)
 
     def __getitem__(self, number: int) -> Batch | UserError:
+        rows = self.rows[number * self.together : (number + 1) * self.together].tolist()
+        (part,) = self.loader.composition.parts(rows, *self.at, first=number < self.first)
         try:
-            return make_batch(self.loader, self.loader.dataset.__getitem__, self.parts[number], self.epoch)
+            return make_batch(self.loader, self.loader.dataset.__getitem__, part, self.epoch)
         except UserError as error:
             return error
 
@@ -192,7 +196,7 @@ class BatchLoader:
     Args:
         dataset: rows by number.
         collate: makes a batch of equal tensors from rows and the shape to pad them to; for marks, see `make_window`.
-        lengths: per row, its length on each axis.
+        lengths: per row, its length on each axis: a list, or an array of shape (rows, axes).
         buckets: the declared shapes.
         batch_size: rows of a micro-batch.
         accumulation: micro-batches of a window on each rank.
@@ -212,7 +216,7 @@ class BatchLoader:
         self,
         dataset: Any,
         collate: Collate,
-        lengths: Sequence[Sequence[int]],
+        lengths: Any,
         buckets: list[tuple[int, ...]],
         batch_size: int,
         accumulation: int = 1,
@@ -228,10 +232,8 @@ class BatchLoader:
         self.augment, self.augment_seed, self.on_unreadable = augment, augment_seed, on_unreadable
         self.batch_size, self.accumulation, self.seed, self.drop_last = batch_size, accumulation, seed, drop_last
         self.workers, self.pin_memory = workers, pin_memory
-        self.tokens_of_row = [sum(length) for length in lengths]
-        self.bucket_of_row = [assign(length, buckets) for length in lengths]
-        self.window = batch_size * accumulation * distributed.world_size()
-        rows, window = len(lengths), self.window
+        self.window = window = batch_size * accumulation * distributed.world_size()
+        rows, self.composition = len(lengths), Composition(lengths, buckets, window, seed, drop_last)
         self.windows_per_epoch = rows // window if drop_last else -(-rows // window)
         if self.windows_per_epoch == 0:
             raise UserError(f"{rows} rows make no optimiser step of {window} rows; give more rows or smaller batches")
@@ -244,7 +246,7 @@ class BatchLoader:
         args: Namespace,
         dataset: Any,
         collate: Collate,
-        lengths: Sequence[Sequence[int]],
+        lengths: Any,
         limits: Sequence[int],
         train: bool,
         augment: Augment | None = None,
@@ -263,17 +265,19 @@ class BatchLoader:
 
     def rows(self) -> Iterator[Any]:
         """Yield every row as an evaluation sees it, on any rank."""
-        return (changed(self, self.dataset[number], number, epoch=0) for number in range(len(self.tokens_of_row)))
+        return (changed(self, self.dataset[number], number, epoch=0) for number in range(len(self.composition.lengths)))
+
+    def declare(self, any_shape: bool) -> int | None:
+        """Say whether the device takes ``any_shape``: see `core.buckets.Composition.declare`."""
+        return self.composition.declare(any_shape)
 
     def order(self) -> dict[str, Any]:
         """What the rows' order depends on: a position in an epoch means the same rows only where this is equal."""
-        return {
-            "rows": len(self.tokens_of_row),
-            "window": self.window,
-            "seed": self.seed,
-            "buckets": [list(shape) for shape in self.buckets],
-            "drop_last": self.drop_last,
-        }
+        return self.composition.order()
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Keep to the `order` of an older checkpoint, if it can be had."""
+        self.composition.follow(order)
 
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[Window]:
         """Yield the epoch's windows from number ``start`` on; earlier ones are skipped, not made.
@@ -281,20 +285,16 @@ class BatchLoader:
         Every rank knows a window's rows, but only its own part's targets: the ranks meet in each window, on the host.
         A `UserError` that reading a row raises, on any rank and in any process, is raised on all.
         """
-        plan = plan_epoch(self.bucket_of_row, self.window, self.seed, epoch, self.drop_last)
-        shares, parts = [], []
-        for rows, bucket in zip(plan.windows[start:], plan.buckets[start:], strict=True):
-            mine = share(rows, self.batch_size, distributed.rank(), distributed.world_size())
-            parts += [(part, rows[0], self.buckets[bucket]) for part in mine]
-            shares.append(mine)
-        batches = read_ahead(MicroBatches(self, parts, epoch), min(self.workers, len(parts)), self.pin_memory)
-        for number, mine in enumerate(shares):
-            rows = plan.windows[start + number]
+        order, tokens = self.composition.rows(epoch), self.composition.tokens
+        source = MicroBatches(self, order, epoch, start)
+        batches = read_ahead(source, min(self.workers, len(source)), self.pin_memory)
+        for at in range(start * self.window, len(order), self.window):
+            rows = order[at : at + self.window].tolist()
+            mine = share(rows, *source.at)
             window = distributed.together(partial(list, islice(batches, len(mine))))  # a row that one rank cannot read
-            tokens, ids = sum(self.tokens_of_row[row] for row in rows), [row for part in mine for row in part]
-            made = make_window(window, len(rows), tokens, ids, number + 1 == len(shares))
+            made = make_window(window, len(rows), tokens(rows), [*chain(*mine)], last=at + len(rows) == len(order))
             if made.unreadable:
-                made.tokens -= sum(self.tokens_of_row[row] for row in made.unreadable)
+                made.tokens -= tokens(made.unreadable)
                 if self.on_unreadable:
                     self.on_unreadable(made.unreadable)
             yield made

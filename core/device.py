@@ -121,9 +121,13 @@ class Device:
         """Matrix products in bf16 are faster than in fp32; a CPU without such instructions emulates them."""
         import torch
 
-        if self.kind != "cpu":
-            return True
-        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        has = torch.backends.mkldnn.is_available
+        return self.kind != "cpu" or bool(has() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+    @property
+    def draws_masks_on_host(self) -> bool:
+        """Dropout masks come from the host's generator, and are no part of a compiled graph."""
+        return self.kind == "cpu" and self.mode != "compile"
 
     @property
     def bucket_cap_mb(self) -> int:
@@ -153,8 +157,7 @@ class Device:
         """Put an event here in the queue, for ``elapsed_time`` once both are over; None where nothing is queued."""
         if self.runtime is None:
             return None
-        event = self.runtime.Event(enable_timing=True)
-        event.record()
+        (event := self.runtime.Event(enable_timing=True)).record()
         return event
 
     def check_mode(self) -> None:
@@ -184,8 +187,7 @@ class Device:
     def reset_peak_memory_stats(self) -> None:
         """Start a new peak."""
         if self.runtime is not None:
-            self.runtime.reset_peak_memory_stats()
-            return
+            return self.runtime.reset_peak_memory_stats()
         with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # not Linux, or not allowed: it stays the process's own peak
 
@@ -222,10 +224,8 @@ class Device:
 
     def graph_compilations(self) -> int | None:
         """Graphs that the bridge has compiled so far; None where there is no such counter."""
-        if self.kind != "hpu":
-            return None
-        metric = self.bridge("hpu.metrics").metric_global("graph_compilation")
-        if metric is None:  # the name differs between bridge versions
+        metric = self.bridge("hpu.metrics").metric_global("graph_compilation") if self.kind == "hpu" else None
+        if metric is None:  # the name differs between bridge versions, too
             return None
         return int(dict(stat[:2] for stat in metric.stats()).get("TotalNumber", 0))
 

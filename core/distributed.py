@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import math
 import os
@@ -47,8 +48,15 @@ def local_rank() -> int:
 
 
 def _ranks() -> tuple[int, int, int]:
-    at, size, local = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
-    if size > 1 and not os.environ.get("RANK"):
+    return _checked(os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_RANK"))
+
+
+@functools.cache  # asked at every step; errors are not kept
+def _checked(rank: str | None, world_size: str | None, local_rank: str | None) -> tuple[int, int, int]:
+    """The environment's numbers, from its texts."""
+    at, size = _number("RANK", rank, 0), _number("WORLD_SIZE", world_size, 1)
+    local = _number("LOCAL_RANK", local_rank, 0)
+    if size > 1 and not rank:
         raise UserError(f"WORLD_SIZE is {size}, but RANK is not set; start with gaudi_spawn.py or torchrun")
     if not 0 <= at < size:
         raise UserError(f"RANK is {at} and WORLD_SIZE is {size}; RANK goes from 0 to WORLD_SIZE - 1")
@@ -57,8 +65,8 @@ def _ranks() -> tuple[int, int, int]:
     return at, size, local
 
 
-def _number(name: str, default: int) -> int:
-    value = os.environ.get(name) or str(default)
+def _number(name: str, value: str | None, default: int) -> int:
+    value = value or str(default)
     if not (value.isascii() and value.isdigit()):
         raise UserError(f"the environment has {name}={value}, which is no number of processes; mend or unset it")
     return int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Encoders:
     Attributes:
         needs_time_ids: whether the UNet is told sizes and place of the crop.
         resolution: pixels of a picture's side that the pipeline draws by itself.
+        layout: of pictures and latents in memory: on a CPU with the channels last.
 
     Raises:
         UserError: the pipeline is of another kind.
@@ -61,6 +63,8 @@ class Encoders:
         self._channels = pipe.vae.config.latent_channels
         self._factor = 2 ** (len(pipe.vae.config.block_out_channels) - 1)
         self._multiple = self._factor * 2**pipe.unet.num_upsamplers
+        self._on_host = not device.queues_work
+        self.layout = torch.channels_last if self._on_host else torch.contiguous_format
         self.resolution = int(np.min(pipe.unet.config.sample_size or 64)) * self._factor
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +129,9 @@ class Encoders:
 
     @torch.no_grad()
     def moments(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode pictures. Always in fp32: some autoencoders overflow in less, and then all is black.
+        """Encode pictures in fp32, and none of it in less: some autoencoders overflow in fp16, and then all is black.
+
+        But on a CPU under autocast: products in bf16, which has the range of fp32, take less than half as long.
 
         Args:
             pixels: uint8 (rows, 3, height, width), on the device.
@@ -134,10 +140,13 @@ class Encoders:
             fp32 (rows, 2 * channels, height / factor, width / factor): first the mean of each latent, then its standard
             deviation, both scaled as the UNet takes latents: ``mean + deviation * noise`` is a draw.
         """
-        config = self._vae.config
-        with torch.autocast(pixels.device.type, enabled=False):
-            found = self._vae.encode(pixels.float() / 127.5 - 1).latent_dist
-            mean, deviation = found.mean, found.std
+        config, device = self._vae.config, pixels.device.type
+        with torch.autocast(device, enabled=False):
+            shown = (pixels.float() / 127.5 - 1).contiguous(memory_format=self.layout)
+        with nullcontext() if self._on_host else torch.autocast(device, enabled=False):
+            found = self._vae.encode(shown).latent_dist
+        with torch.autocast(device, enabled=False):
+            mean, deviation = found.mean.float(), torch.exp(0.5 * found.logvar.float())
             if config.get("latents_mean") is not None and config.get("latents_std") is not None:
                 shift, spread = (
                     torch.tensor(config[name], device=pixels.device).view(1, -1, 1, 1)

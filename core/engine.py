@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from core import checkpoint, distributed, optimizers, preemption, progress, results, state
+from core import checkpoint, distributed, graphs, optimizers, preemption, progress, results, state
 from core.background import Writer
 from core.data import Batch, Window
 from core.errors import UserError, is_main_process, say, warn_once
@@ -21,7 +21,7 @@ from core.nonfinite import Losses
 from core.preemption import Preempted
 from core.run import Run
 from core.stream import Loader
-from core.throughput import FlopsByShape
+from core.throughput import FlopsByShape, peak_flops
 from core.tracking import Tracker, banner, profiler
 
 FIRST_STEPS = 3  # of several devices: their losses are looked at one by one, since a wrong set-up shows there
@@ -39,6 +39,7 @@ class Engine:
     Attributes:
         step_count: optimiser steps done, of ``total_steps``.
         losses: the losses since the last record, and the norm of the last step's gradients.
+        trims: whether batches are padded to their own longest row, and shapes cost nothing.
 
     Raises:
         UserError: the flags or the checkpoint do not fit the model or the data.
@@ -51,12 +52,15 @@ class Engine:
         self.strategy = run.train(model, self.total_steps)
         self.model, self.optimizer = self.strategy.model, self.strategy.optimizer
         self.schedule = self.strategy.schedule or optimizers.create_schedule(self.optimizer, args, self.total_steps)
-        run.ledger.declare("train", len(loader.buckets))
+        run.ledger.declare("train", shapes := loader.declare(graphs.takes_any_shape(args, self.device)))
         self.throughput = run.meter()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.model.parameters()]
         self.parameters = sum(size for size, _ in sizes)
         self.trained_parameters = sum(size for size, trained in sizes if trained)
         self.flops = FlopsByShape(backward=2 if 2 * self.trained_parameters > self.parameters else 1)
+        self._countable = self.device.mode != "compile" and not args.use_hpu_graphs_for_training
+        self._countable &= peak_flops(self.device.name, self.throughput.precision) is not None
+        self.trims = shapes is None
         self.step_count = self.epoch = self.position = 0
         self.total, self.best = {"loss": 0.0, "targets": 0}, {}
         advice = partial(progress.advice, weakref.proxy(self))  # a circle would keep all of a run that has ended
@@ -124,19 +128,20 @@ class Engine:
         self._pause, self.left = "", self.left if self._stopping else []
 
     def micro_batches(self, window: Window) -> Iterator[Batch]:
-        """Yield the window's micro-batches on the device; the first of each shape is counted in FLOPs as it runs."""
+        """Yield the window's micro-batches on the device; FLOPs of a shape are counted as it runs, if need be."""
         args = self.args
         self._scale = self.device.move(window.scale(), args.non_blocking_data_copy)
         if args.compile_from_sec_iteration and self.device.mode == "compile":
             torch.compiler.set_stance("force_eager" if self.step_count == 0 else "default")
-        countable = self.device.mode != "compile" and not args.use_hpu_graphs_for_training
         for number, batch in enumerate(window.batches if window.targets else (), start=1):
             batch = self.device.move(batch, args.non_blocking_data_copy)
             shape, new = self.run.ledger.see("train", batch)
-            if new:
+            counts = new and self._countable and graphs.must_count(shape, self.flops.known, self.trims)
+            cold = new and (counts or not self.trims or self.step_count == self.first_step)
+            if cold:
                 self.throughput.edge()
-            self._cold |= new
-            counting = self.flops.counting(shape) if new and countable else nullcontext()
+            self._cold |= cold
+            counting = self.flops.counting(shape) if counts else nullcontext()
             with self.strategy.micro_batch(last=number == len(window.batches)), counting:
                 yield batch
             if self.profiler:
@@ -149,7 +154,7 @@ class Engine:
         if self.args.pipelining_fwd_bwd:
             self.device.step_boundary()
         self.flops.forward_ends()
-        self.strategy.backward(self.losses.add(loss_sum, self._scale))
+        self.strategy.backward(loss_sum, self.losses.add(loss_sum, self._scale))
         self.device.step_boundary()
 
     def step(self, window: Window) -> bool:
@@ -171,7 +176,7 @@ class Engine:
             self.schedule.step()
         self.device.step_boundary()
         self.step_count += 1
-        flops = self._flops and self._flops * distributed.world_size()  # all ranks do equal work
+        flops = self._flops and self._flops * distributed.world_size()  # all ranks' shapes are equal
         self.throughput.step(window.rows, window.tokens, cold=self._cold, flops=flops)
         if self.step_count - self.first_step <= FIRST_STEPS and distributed.world_size() > 1:
             self.losses.look()

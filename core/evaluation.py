@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core import distributed
+from core import distributed, graphs
 from core.data import Batch
 from core.gradients import broadcast_buffers
 from core.preemption import Preempted
@@ -34,7 +34,7 @@ def evaluate(
     if run._strategy:
         broadcast_buffers(run.model)  # such as running statistics: rank 0's are what is saved
     meter, ids, outputs, losses, targets = run.meter(), [], [], [], 0
-    run.ledger.declare(phase, len(loader.buckets))
+    run.ledger.declare(phase, loader.declare(graphs.takes_any_shape(run.args, run.device)))
     with run.memory.phase(phase), torch.no_grad(), _evaluating(run.model):
         meter.start()
         for window in meter.received(loader.windows()):

@@ -7,6 +7,8 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
+from fractions import Fraction
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -38,10 +40,10 @@ class ShapeLedger:
 
     def __init__(self) -> None:
         self.met: dict[str, Counter[Shape]] = {}
-        self._declared: dict[str, set[Shape] | int] = {}
+        self._declared: dict[str, int | None] = {}
 
-    def declare(self, phase: str, number: int) -> None:
-        """Say how many shapes ``phase`` will have at most."""
+    def declare(self, phase: str, number: int | None) -> None:
+        """Say how many shapes ``phase`` will have at most; None: any number, since none costs a graph."""
         self._declared[phase] = number
 
     def see(self, phase: str, batch: dict[str, Any]) -> tuple[Shape, bool]:
@@ -50,7 +52,7 @@ class ShapeLedger:
         met = self.met.setdefault(phase, Counter())
         met[shape] += 1
         new = met[shape] == 1
-        if new and len(met) > self._declared.get(phase, len(met)):
+        if new and len(met) > (self._declared.get(phase) or len(met)):
             described = ", ".join(f"{key} {list(size)}" for key, size in shape)
             warn_once(f"{phase}: a batch shape beyond the {self._declared[phase]} declared ones: {described}")
         return shape, new
@@ -61,6 +63,60 @@ class ShapeLedger:
             phase: [{"batches": count, **{key: list(size) for key, size in shape}} for shape, count in met.items()]
             for phase, met in self.met.items()
         }
+
+
+def must_count(shape: Shape, known: dict[Shape, int | None], interpolate: bool) -> bool:
+    """Whether a new shape's FLOPs must be counted; not if some are not to be had, or if those of others tell them.
+
+    Those that are told are then ``known``.
+    """
+    if interpolate and (flops := interpolated(shape, known)):
+        known[shape] = flops
+    return shape not in known and None not in known.values()
+
+
+def interpolated(shape: Shape, known: dict[Shape, int | None]) -> int | None:
+    """FLOPs of a batch of this shape from those of other shapes: exactly, or None.
+
+    Those of layers and of attention are a polynomial of second degree of the sizes. It is taken for one if two shapes
+    more than it needs agree with it; only shapes between those that are known are found.
+    """
+    alike = {other: flops for other, flops in known.items() if flops and [*dict(other)] == [*dict(shape)]}
+    points = [[size for _, sizes in one for size in sizes] for one in (*alike, shape)]
+    if len({len(point) for point in points}) > 1 or len(points) < 4:
+        return None
+    columns = [column for column in dict.fromkeys(zip(*points, strict=True)) if len(set(column)) > 1]
+    if any(not min(column[:-1]) <= column[-1] <= max(column[:-1]) for column in columns):
+        return None
+    terms = [[1] * len(points), *columns]
+    terms += [[a * b for a, b in zip(*pair, strict=True)] for pair in combinations_with_replacement(columns, 2)]
+    *rows, wanted = [[Fraction(term[at]) for term in terms] for at in range(len(points))]
+    solved: list[tuple[int, list[Fraction]]] = []  # the place of each row's leading 1, and the row with its FLOPs
+    for row, flops in zip(rows, alike.values(), strict=True):
+        row = _reduced([*row, Fraction(flops)], solved)
+        place = next((at for at, value in enumerate(row) if value), None)
+        if place == len(terms):
+            return None  # it is no such polynomial
+        if place is not None:
+            solved.append((place, [value / row[place] for value in row]))
+    *rest, flops = _reduced([*wanted, Fraction(0)], solved)
+    return None if any(rest) or len(rows) < len(solved) + 2 else int(-flops)
+
+
+def _reduced(row: list[Fraction], solved: list[tuple[int, list[Fraction]]]) -> list[Fraction]:
+    for place, other in solved:
+        if factor := row[place]:
+            row = [value - factor * of_other for value, of_other in zip(row, other, strict=True)]
+    return row
+
+
+def takes_any_shape(args: Namespace, device: Device) -> bool:
+    """Whether a batch of a new shape costs nothing: no graph is compiled or recorded for it, and no operation is.
+
+    A Gaudi compiles each operation for each shape in eager mode, too.
+    """
+    records = args.use_hpu_graphs_for_training or args.use_hpu_graphs_for_inference
+    return not (device.compiles or device.has_habana_kernels or (records and device.has_cuda_graphs))
 
 
 def check(args: Namespace, device: Device) -> None:

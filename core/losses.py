@@ -69,10 +69,9 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx.shape, ctx.smoothing = logits.shape, smoothing
         options = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": smoothing}
         with torch.autocast(logits.device.type, enabled=False):  # operator lists may name bf16 for any of these
-            losses = torch.empty_like(labels, dtype=torch.promote_types(rows.dtype, torch.float32))
-            for out, *chunk in _chunks(losses, rows, labels):
-                out.copy_(functional.cross_entropy(chunk[0].to(out.dtype), chunk[1], **options))
-            return losses.sum()
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            losses = [functional.cross_entropy(part.to(wide), own, **options) for part, own in _chunks(rows, labels)]
+            return (torch.cat(losses) if len(losses) > 1 else losses[0]).sum()
 
     @staticmethod
     def backward(ctx: object, scale: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -81,25 +80,30 @@ class _CrossEntropySum(torch.autograd.Function):
         rows, labels = ctx.saved_tensors
         # Should somebody who needs the logits be overlooked, autograd sees that they changed, and raises.
         gradient = rows if _is_ours_alone(rows) else torch.empty_like(rows, memory_format=torch.contiguous_format)
-        scales = torch.where(labels != IGNORED, scale, 0).unsqueeze(1)
+        scales = torch.mul(labels != IGNORED, scale).unsqueeze(1)
         at, hit = labels.clamp(min=0).unsqueeze(1), torch.full_like(scales, ctx.smoothing - 1)
         for out, *chunk in _chunks(gradient, rows, at, hit, scales):
-            out.copy_(_gradient(*chunk, ctx.smoothing / rows.shape[1]))
+            _gradient(out, *chunk, ctx.smoothing / rows.shape[1])
         return gradient.view(ctx.shape), None, None
 
 
 def _gradient(
-    rows: torch.Tensor, at: torch.Tensor, hit: torch.Tensor, scales: torch.Tensor, spread: float
-) -> torch.Tensor:
+    out: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, hit: torch.Tensor, scales: torch.Tensor, spread: float
+) -> None:
     """Softmax minus target, times each row's scale: (rows, classes), from columns ``at``, ``hit`` and ``scales``."""
     difference = torch.softmax(rows, dim=-1, dtype=scales.dtype).scatter_add_(1, at, hit)
-    return (difference.sub_(spread) if spread else difference).mul_(scales)
+    if spread:
+        difference.sub_(spread)
+    if out.dtype == scales.dtype:
+        torch.mul(difference, scales, out=out)
+    else:  # in one pass it would be many times slower on a CPU
+        out.copy_(difference.mul_(scales))
 
 
-def _chunks(first: torch.Tensor, rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of the same rows of each. Their number comes from the shape alone, as devices that compile graphs need."""
+def _chunks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of the same rows of each. Their number comes from the shape alone, as compiled graphs need."""
     count = max(CHUNK // max(rows.shape[1], 1), 1)
-    return zip(*(each.split(count) for each in (first, rows, *others)), strict=True)
+    return zip(*(each.split(count) for each in (rows, *others)), strict=True)
 
 
 def _is_ours_alone(rows: torch.Tensor) -> bool:

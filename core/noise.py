@@ -91,7 +91,8 @@ class Noise:
         chances = np.cumsum(_timestep_weights(len(shares), args))
         self._chances = chances / chances[-1]
         self._signal, self._noise = shares.sqrt(), (1 - shares).sqrt()
-        self._weights = _min_snr_weights(shares, self.prediction_type, args.snr_gamma).float()
+        weights = _min_snr_weights(shares, self.prediction_type, args.snr_gamma).float()
+        self._weights = None if args.snr_gamma is None else weights  # all are 1
 
     def draw(self, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, np.ndarray | np.int64]:
         """Draw what a row of latents of this shape, (channels, height, width), is trained with.
@@ -112,7 +113,7 @@ class Noise:
     def place(self, torch_device: torch.device) -> None:
         """Move the tables of all timesteps to the device: what follows then waits for nothing and looks at no value."""
         self._signal, self._noise = self._signal.to(torch_device), self._noise.to(torch_device)
-        self._weights = self._weights.to(torch_device)
+        self._weights = None if self._weights is None else self._weights.to(torch_device)
 
     def add(self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return noisy latents, in fp32 under autocast too.
@@ -129,23 +130,32 @@ class Noise:
             return signal * latents + amount * noise
 
     def losses(
-        self, prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+        self,
+        prediction: torch.Tensor,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        timesteps: torch.Tensor,
+        row_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return each row's mean squared error, times its timestep's weight: fp32 (rows,), under autocast too.
+        """Return each row's mean squared error, times its timestep's and its own weight: fp32 (rows,), autocast or not.
 
         Args:
             prediction: what the network says of `add`'s latents, of their shape.
             latents: without noise; with ``noise`` and ``timesteps`` as `add` had them.
+            row_weights: fp32 (rows,); None for ones.
         """
         import torch
+        from torch.nn import functional
 
         with torch.autocast(latents.device.type, enabled=False):
             target = {"epsilon": noise, "sample": latents}.get(self.prediction_type)
             if target is None:
                 signal, amount = _rows(self._signal, timesteps, latents), _rows(self._noise, timesteps, latents)
                 target = signal * noise - amount * latents
-            errors = (prediction - target.float()).square().flatten(1).mean(1)
-            return errors * self._weights.index_select(0, timesteps)
+            losses = functional.mse_loss(prediction.float(), target.float(), reduction="none").flatten(1).mean(1)
+            if self._weights is not None:
+                losses = losses * self._weights.index_select(0, timesteps)
+            return losses if row_weights is None else losses * row_weights
 
 
 def _rows(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -24,12 +24,13 @@ IN_A_ROW = 20  # steps without an update, after which it is no matter of single 
 
 @dataclass
 class Step:
-    """What is known of a step before its numbers are."""
+    """What is known of a step before its numbers are, and these: loss and norm, scalars on the device."""
 
     number: int
     epoch: int
     targets: int
     row_ids: list[int]
+    numbers: tuple[torch.Tensor, torch.Tensor]
 
 
 class Losses:
@@ -37,7 +38,8 @@ class Losses:
 
     A loss that is not finite makes the gradients not finite, so that its rank need not tell the others; the strategy
     leaves out the update of such a step. Losses and norms wait on the device, `UNREAD` steps at most, until a record
-    or a checkpoint is due: on a CPU, whose numbers are there at once, they are looked at in the step itself.
+    or a checkpoint is due; a step does nothing with them, so that it costs no operators. On a CPU, whose numbers are
+    there at once, they are looked at in the step itself.
 
     Args:
         args: ``on_nonfinite``; with ``stop`` such a step ends the run, with ``skip`` its rows are left out.
@@ -46,7 +48,8 @@ class Losses:
         advice: what to do about a step that ends the run.
 
     Attributes:
-        sum, targets: of the steps since the last record whose update was made; the sum is this rank's, on the device.
+        sum, targets: of the steps since the last record that were looked at and whose update was made; the sum is this
+            rank's.
         norm: of the gradients of the last step that was looked at, before clipping.
         skipped: steps whose update was left out.
     """
@@ -54,20 +57,20 @@ class Losses:
     def __init__(self, args: Namespace, device: Device, folder: Path, run: str, advice: Callable[[int], str]) -> None:
         self.skips, self.folder, self.run, self.advice = args.on_nonfinite == "skip", folder, run, advice
         self.waits = device.queues_work
-        self.sum = torch.zeros((), device=device.torch_device)
-        self.norm, self._of_step = 0.0, self.sum.clone()
-        self._numbers = torch.zeros(UNREAD, 2, device=device.torch_device)  # losses and norms; the last step is last
+        self.sum = self.norm = 0.0
+        self._zero = torch.zeros((), device=device.torch_device)
+        self._of_step: torch.Tensor | None = None
         self._unread: list[Step] = []
         self.targets = self.skipped = self._in_a_row = 0
 
     def add(self, loss_sum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Add a micro-batch's sum of token losses; return what to backpropagate, ``scale`` times it.
+        """Add a micro-batch's sum of token losses; return its gradient in what is backpropagated, ``scale``.
 
         Of a sum that is not finite, the gradients are not either: 0 times it is no number.
         """
-        own = loss_sum.detach()
-        self._of_step = self._of_step + own
-        return loss_sum * (scale + 0 * own)
+        own = loss_sum.detach().to(self._zero.dtype)
+        self._of_step = own if self._of_step is None else self._of_step + own
+        return torch.addcmul(scale, own, self._zero).to(loss_sum.dtype)
 
     def step(self, number: int, epoch: int, window: Window, norm: torch.Tensor) -> None:
         """Take a step's numbers in.
@@ -75,13 +78,10 @@ class Losses:
         Raises:
             UserError: as `look` does, where the numbers are there at once.
         """
-        norm = norm.to(self.sum.device, self.sum.dtype).reshape(())
-        finite = torch.isfinite(norm)
-        self.sum = self.sum + torch.where(finite, self._of_step, torch.zeros_like(self._of_step))
-        self._numbers = torch.cat((self._numbers[1:], torch.stack((self._of_step, norm)).unsqueeze(0)))
-        self._of_step = torch.zeros_like(self._of_step)
+        norm = norm.to(self._zero.device, self._zero.dtype).reshape(())
+        numbers, self._of_step = (self._of_step, norm), None
         self.targets += window.targets
-        self._unread.append(Step(number, epoch, window.targets, window.row_ids))
+        self._unread.append(Step(number, epoch, window.targets, window.row_ids, numbers))
         if not self.waits or len(self._unread) == UNREAD:
             self.look()
 
@@ -92,15 +92,23 @@ class Losses:
             UserError: one is not finite, under ``stop``; or too many in a row, under ``skip``. All ranks raise it.
         """
         steps, self._unread = self._unread, []
-        numbers = self._numbers.tolist()[-len(steps) :] if steps else []
-        for step, (loss, norm) in zip(steps, numbers, strict=True):
+        for step, (loss, norm) in zip(steps, self._read(steps), strict=True):
             self._in_a_row, self.norm = self._in_a_row + 1, norm
             if math.isfinite(norm):
                 self._in_a_row = 0
+                self.sum += loss
                 continue
             self.targets -= step.targets
             self.skipped += 1
             self._judge(step, loss, norm)
+
+    def _read(self, steps: list[Step]) -> list[list[float]]:
+        """Loss and norm of each step. Always as many are read: another number of them would be another graph."""
+        if not steps:
+            return []
+        missing = UNREAD - len(steps) if self.waits else 0
+        numbers = [number for step in steps for number in step.numbers] + [self._zero] * 2 * missing
+        return torch.stack(numbers).view(-1, 2).tolist()[: len(steps)]
 
     def _judge(self, step: Step, loss: float, norm: float) -> None:
         """Save the rows of a step that is not finite, and stop or go on. All ranks come here alike."""
@@ -131,8 +139,8 @@ class Losses:
     def total(self) -> float:
         """Sum of the losses since the last record over all ranks; looks first."""
         self.look()
-        return distributed.sum_over_ranks([float(self.sum)])[0]
+        return distributed.sum_over_ranks([self.sum])[0]
 
     def restart(self) -> None:
         """Begin the next record."""
-        self.sum, self.targets = torch.zeros_like(self.sum), 0
+        self.sum, self.targets = 0.0, 0

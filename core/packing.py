@@ -127,10 +127,11 @@ class Blocks(Dataset):
         return self._count
 
     @property
-    def lengths(self) -> list[tuple[int]]:
-        """Per block, its tokens: one axis."""
-        last = self.used - (self._count - 1) * self.length
-        return [(self.length,)] * (self._count - 1) + [(last,)]
+    def lengths(self) -> np.ndarray:
+        """Per block, its tokens: int32 of shape (blocks, 1)."""
+        lengths = np.full((self._count, 1), self.length, np.int32)
+        lengths[-1] = self.used - (self._count - 1) * self.length
+        return lengths
 
     def describe(self) -> str:
         """Tokens in, used and dropped, in one line."""

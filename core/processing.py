@@ -121,7 +121,7 @@ class Processing:
             self._lines = self._lines.to(pixels.device)  # in the first step, not in each
         slope, offset = self._lines
         pixels = pixels.flip(1) if self.flips else pixels
-        return pixels.to(torch.float32) * slope + offset
+        return torch.addcmul(offset, pixels.to(torch.float32), slope)  # a product alone may be bf16 under autocast
 
     def usage(self, folder: str) -> str:
         """Lines of Python that load the model that was saved in ``folder``, for its card."""

@@ -21,6 +21,7 @@ def describe(engine: Any) -> dict[str, Any]:
     args, world, loader = engine.args, distributed.world_size(), engine.loader
     batch = (args.per_device_train_batch_size, args.gradient_accumulation_steps, world)
     epoch = "" if math.isinf(loader.windows_per_epoch) else f" ({loader.windows_per_epoch} an epoch)"
+    shapes = ", ".join("x".join(map(str, shape)) for shape in loader.buckets)
     rate = f"learning rate {args.learning_rate:g}, {args.lr_scheduler_type}"
     resumed = f"{engine.run.resume_from} at step {engine.step_count}" if engine.run.resume_from else None
     return {
@@ -29,7 +30,7 @@ def describe(engine: Any) -> dict[str, Any]:
         "precision": engine.run.precision.name,
         "distribution": engine.run.distribution(),
         "global batch": f"{math.prod(batch)} rows ({' x '.join(map(str, batch))})",
-        "batch shapes": ", ".join("x".join(map(str, shape)) for shape in loader.buckets),
+        "batch shapes": f"{shapes}, cut to a batch's longest row" if engine.trims else shapes,
         "optimiser steps": f"{engine.total_steps}{epoch}",
         "optimiser": f"{type(engine.optimizer).__name__}, {rate}",
         "parameters": f"{engine.trained_parameters:,}",
@@ -87,7 +88,7 @@ def save(engine: Any, loss: float, companions: tuple[Any, ...]) -> None:
         known = {name: copy(getattr(engine, name)) for name in PLAIN} | {"order": engine.loader.order()}
         known["windows_per_epoch"] = None if math.isinf(windows) else windows
         known |= {"since_record": {"loss": loss, "targets": losses.targets}, "skipped_steps": losses.skipped}
-        state.save_training(folder, engine.strategy, engine.schedule, engine.device, known, float(losses.sum), main)
+        state.save_training(folder, engine.strategy, engine.schedule, engine.device, known, losses.sum, main)
 
     args, best = engine.args, engine.best
     kept = f"checkpoint-{best['step']}" if best and args.load_best_model_at_end else None
@@ -119,7 +120,8 @@ def load(engine: Any, folder: Path) -> None:
 
 def _go_to(engine: Any, folder: Path, saved: dict[str, Any], own: list[float]) -> None:
     args, loader, losses = engine.args, engine.loader, engine.losses
-    then, now = saved["order"], loader.order()
+    loader.follow(then := saved["order"])
+    now = loader.order()
     differing = [f"{key} {then.get(key)}, not {now[key]}" for key in sorted(now) if then.get(key) != now[key]]
     if differing and not args.ignore_data_skip:
         raise UserError(
@@ -138,5 +140,5 @@ def _go_to(engine: Any, folder: Path, saved: dict[str, Any], own: list[float]) -
     if args.ignore_data_skip:
         engine.epoch, engine.position = engine.epoch + saved["epoch_ended"], 0
     at, since = distributed.rank(), saved["since_record"]
-    losses.sum.fill_(float(own[at] if len(own) == distributed.world_size() else since["loss"] if at == 0 else 0.0))
+    losses.sum = float(own[at] if len(own) == distributed.world_size() else since["loss"] if at == 0 else 0.0)
     losses.targets, losses.skipped = since["targets"], saved.get("skipped_steps", 0)

@@ -19,6 +19,7 @@ from core import (
     checkpoint,
     deepspeed_config,
     distributed,
+    dropout,
     evaluation,
     graphs,
     locks,
@@ -148,6 +149,7 @@ class Run:
                 model.tie_weights()  # moving to a device may have made copies
         if self.deepspeed and not args.do_train:
             self._strategy = Zero(model, args, self.gaudi_config, self.device, self.deepspeed)
+        dropout.place(self.model, self.device)
         graphs.apply_mode(self.model, args, self.device)
         return self.model.train(args.do_train)
 

@@ -7,10 +7,13 @@ import math
 import uuid
 import zlib
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, did_you_mean, say, warn_once
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PHASES = {"train": "train", "validation": "eval", "test": "predict"}  # of each split, in the names of flags and metrics
 
@@ -184,30 +187,77 @@ def require_known(least: int | None, most: int | None, vocabulary: int) -> None:
         raise UserError(f"input_ids has the token {most}, the vocabulary ends at {vocabulary - 1}; name its tokenizer")
 
 
-def whole_rows(documents: Any, length: int, limit: int | None, split: str) -> tuple[Any, list[tuple[int]]]:
-    """Return the documents that have something to foretell, each a row, and their lengths: at most ``length``.
+def token_lengths(rows: Any, columns: Sequence[str]) -> np.ndarray:
+    """How many tokens each row has in each of the columns, as Arrow counts them: int32 of shape (rows, columns).
+
+    No token is read. A list that is null has none.
 
     Args:
-        documents: with ``input_ids`` and, if they differ from these, ``labels``.
+        rows: ``datasets.Dataset``.
+    """
+    import numpy as np
+
+    of_table = [np.concatenate([sizes for sizes, _ in _lists(rows, name)]) for name in columns]
+    return _chosen(rows, np.stack(of_table, axis=1))
+
+
+def _has_target(rows: Any, column: str, length: int) -> np.ndarray:
+    """Whether a row has a label >= 0 among the first ``length``, the very first left aside: bool of shape (rows,)."""
+    import numpy as np
+
+    of_table = []
+    for sizes, chunk in _lists(rows, column):
+        ends = np.cumsum(sizes, dtype=np.int64)
+        starts = ends - sizes
+        ends = starts + np.minimum(sizes, length)
+        labels = chunk.flatten().to_numpy(zero_copy_only=False)  # without null lists, and what a slice leaves out
+        before = np.cumsum(np.append(False, labels >= 0))
+        of_table.append(before[ends] > before[np.minimum(starts + 1, ends)])
+    return _chosen(rows, np.concatenate(of_table))
+
+
+def _lists(rows: Any, column: str) -> Iterator[tuple[np.ndarray, Any]]:
+    """The chunks of a column of the table behind rows, one at least, each with the int32 sizes of its lists."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    whole = rows.data.column(column)
+    for chunk in whole.chunks or [pa.array([], whole.type)]:
+        sizes = pc.fill_null(pc.list_value_length(chunk), 0)
+        yield sizes.to_numpy(zero_copy_only=False).astype("int32", copy=False), chunk
+
+
+def _chosen(rows: Any, of_table: np.ndarray) -> np.ndarray:
+    """What is known of the table's rows, for rows that are selected or shuffled: those, in their order."""
+    return of_table if rows._indices is None else of_table[rows._indices.column(0).to_numpy()]
+
+
+def whole_rows(documents: Any, length: int, limit: int | None, split: str) -> tuple[Any, np.ndarray]:
+    """Return the documents that have something to foretell, each a row, and their lengths: at most ``length``.
+
+    Lengths are int32 of shape (rows, 1).
+
+    Args:
+        documents: with ``input_ids``, numbers from 0 on, and, if they differ from these, ``labels``.
         limit: the first N rows only.
 
     Raises:
         UserError: there are none.
     """
-    learned = "labels" if "labels" in documents.column_names else "input_ids"
+    import numpy as np
 
-    def has_target(tokens: list[int] | None) -> bool:
-        return any(token >= 0 for token in (tokens or [])[1:length])
-
-    rows = documents.filter(has_target, input_columns=learned)
-    if len(rows) < len(documents):
-        missing = f"{len(documents) - len(rows):,} of {len(documents):,} {split} rows have nothing to foretell"
+    lengths = np.minimum(token_lengths(documents, ["input_ids"]), length)
+    has_target = _has_target(documents, "labels", length) if "labels" in documents.column_names else lengths[:, 0] > 1
+    rows = documents
+    if not has_target.all():
+        missing = f"{np.sum(~has_target):,} of {len(documents):,} {split} rows have nothing to foretell"
         warn_once(f"{missing}: they are empty, or a prompt fills them; they are left out")
-    rows = rows.select(range(min(len(rows), limit or len(rows))))
+        rows, lengths = documents.select(np.flatnonzero(has_target)), lengths[has_target]
+    if limit and limit < len(rows):
+        rows, lengths = rows.select(range(limit)), lengths[:limit]
     if not len(rows):
         raise UserError(f"the {split} split has no rows")
-    lengths = [(min(len(ids), length),) for ids in rows["input_ids"]]
-    say(f"{split}: {sum(map(sum, lengths)):,} tokens in {len(rows):,} rows of at most {length}")
+    say(f"{split}: {lengths.sum():,} tokens in {len(rows):,} rows of at most {length}")
     return rows, lengths
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from core import distributed, optimizers
+from core import distributed, host_memory, kernels, optimizers
 from core.device import Device
 from core.errors import UserError, warn_once
 from core.gaudi_config import GaudiConfig
@@ -89,6 +89,8 @@ class Replicated:
 
     def __init__(self, model: nn.Module, args: Namespace, gaudi_config: GaudiConfig, device: Device) -> None:
         self.module = self.model = model
+        kernels.place(model, device)
+        host_memory.keep(device)
         self.optimizer = optimizers.create_optimizer(model, args, gaudi_config, device)
         self.clipper = optimizers.Clipper(model, args.max_grad_norm, gaudi_config, device)
         self.skip = args.on_nonfinite == "skip"
@@ -124,12 +126,14 @@ class Replicated:
         alone = not (last or self._unlearned) and self.model is not self.module
         return self.model.no_sync() if alone else nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add to the gradients; with the window's last micro-batch they become the average over the ranks."""
+    def backward(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
+        """Add the gradients of ``scale`` times ``loss``, scalars; with the window's last micro-batch they become the
+        average over the ranks. Given as a gradient the scale costs no product in either direction.
+        """
         if self.reducer and self._last:
             self.reducer.arm()
         try:
-            self._learn(loss) if self._unlearned and not self._last else loss.backward()
+            self._learn(loss, scale) if self._unlearned and not self._last else loss.backward(scale)
         except RuntimeError as error:
             if "static_graph" not in str(error):
                 raise
@@ -140,7 +144,7 @@ class Replicated:
         if self.reducer and self._last:
             self.reducer.finish()
 
-    def _learn(self, loss: torch.Tensor) -> None:
+    def _learn(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
         """DDP learns a static graph from the run's first backward pass, and averages after it: that is undone here.
 
         Else the window would be rounded in another way than in a run that does not begin, or go on, with it. For this
@@ -153,7 +157,7 @@ class Replicated:
             own[parameter] = parameter.grad.clone()
 
         hooks = [parameter.register_post_accumulate_grad_hook(keep) for parameter in parameters]
-        loss.backward()
+        loss.backward(scale)
         for hook, parameter in zip(hooks, parameters, strict=True):
             hook.remove()
             if parameter in own:
@@ -169,7 +173,11 @@ class Replicated:
         """
         norm = self.clipper.clip()
         optimizers.update(self.optimizer, norm, self.skip)
-        self.module.zero_grad(set_to_none=self.forget)
+        if not self.forget:
+            self.module.zero_grad(set_to_none=False)
+            return norm
+        for parameter in self.clipper.parameters:  # all that learn; `zero_grad` would walk through every module
+            parameter.grad = None
         return norm
 
     def weights(self, only: Collection[str] | None = None) -> None:
@@ -188,4 +196,5 @@ class Replicated:
         optimizers.load_named_state(self.optimizer, self.names, named, family)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Give back the memory that steps have kept."""
+        host_memory.release()

@@ -95,6 +95,10 @@ class StreamLoader:
             documents = documents.shuffle(seed=options["seed"], buffer_size=SHUFFLED_TOGETHER)
         return cls(documents, collate, length, augment=augment, max_rows=max_rows, **options)
 
+    def declare(self, any_shape: bool) -> int:
+        """How many shapes there are: one, whatever the device takes."""
+        return 1
+
     def order(self) -> dict[str, Any]:
         """What the rows' order depends on: a position in an epoch means the same rows only where this is equal."""
         return {
@@ -105,6 +109,9 @@ class StreamLoader:
             "buckets": [list(shape) for shape in self.buckets],
             "drop_last": self.drop_last,
         }
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Nothing: the order of blocks has always been this one."""
 
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[Window]:
         """Yield the epoch's windows from number ``start`` on; earlier ones are read, but their batches are not made.
@@ -142,7 +149,8 @@ class StreamLoader:
             rows, number = ahead, number + 1
 
     def _batches(self, mine: list[list[int]], rows: dict[int, Block], epoch: int) -> list[Batch]:
-        parts = [(one, next(iter(rows)), self.buckets[0]) for one in mine]
+        at_once = [*rows][:: self.batch_size * distributed.world_size()]  # the first of those that all ranks take
+        parts = [(one, filler, self.buckets[0]) for one, filler in zip(mine, at_once, strict=True)]
         batches = [make_batch(self, rows.__getitem__, part, epoch) for part in parts]
         if self.pin_memory:
             batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]

@@ -90,9 +90,9 @@ class Zero:
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add to the gradients, and share them out as the stage says."""
-        self.model.backward(loss, scale_wrt_gas=False)  # the loss is of the window already
+    def backward(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
+        """Add the gradients of ``scale`` times ``loss``, scalars, and share them out as the stage says."""
+        self.model.backward(loss * scale, scale_wrt_gas=False)  # the loss is of the window already
 
     def step(self) -> torch.Tensor:
         """Clip, update and forget the gradients; returns their norm before clipping, a scalar, or not a number.

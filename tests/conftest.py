@@ -22,13 +22,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from core import errors, preemption  # noqa: E402
+from core import errors, host_memory, preemption  # noqa: E402
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rebase", action="store_true", help="rewrite the recorded losses with those of this machine")
+    parser.addoption("--rebase", action="store_true", help="rewrite recorded losses and counts with those found here")
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,7 @@ def _separate() -> Iterator[None]:
     yield
     for number, handler in handlers.items():  # one that is ignored would be so in what later tests start, too
         signal.signal(number, handler)
+    host_memory.release()  # of a run that did not come to its end
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -19,7 +19,7 @@ LEVELS = [
     {
         "arguments", "gaudi_config", "deepspeed_config", "results", "sample_data", "device", "lines", "preflight",
         "ngrams", "run_files", "digits", "locks", "cards", "lamb", "records",
-        "group_norms", "untrusted",
+        "group_norms", "untrusted", "dropout", "kernels", "host_memory",
     },
     {
         "distributed", "mixed_precision", "optimizers", "graphs", "memory", "throughput", "tracking", "attention",
@@ -30,7 +30,7 @@ LEVELS = [
     {
         "data", "stream", "documents", "pictures", "checkpoint", "state", "export", "strategies", "zero", "launcher",
         "captions", "ema", "pipelines", "encoders", "drawing", "feature_cache", "examples",
-        "autoencoder", "placing", "clip_score", "background", "nonfinite", "evaluation",
+        "autoencoder", "placing", "clip_score", "background", "nonfinite", "evaluation", "heads",
     },
     {"run"},
     {"progress"},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from core import checkpoint
+from core.device import Device
 from tests.checkpoints import make
 from tests.conftest import REPOSITORY, load_recipe
 
@@ -56,7 +57,9 @@ def assert_same_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", OF_ONE, indirect=True)
-def test_a_run_goes_on_from_it(copied: Path) -> None:
+def test_a_run_goes_on_from_it(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, if masks of dropout are drawn as they were then: by torch."""
+    monkeypatch.setattr(Device, "draws_masks_on_host", False)
     metrics = load_recipe(expected_of(copied)["recipe"]).main(resuming(copied))
     assert metrics["train_steps"] == 4
     assert_same_end(copied)
@@ -66,8 +69,14 @@ def test_a_run_goes_on_from_it(copied: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("copied", OF_TWO, indirect=True)
 def test_two_ranks_go_on_from_it(copied: Path) -> None:
-    """Each with its own random generator, which draws the dropout."""
-    make.start(expected_of(copied)["recipe"], 2, resuming(copied), copied.parent)
+    """Each with its own random generator, which draws the dropout: as it was then, by torch."""
+    recipe = REPOSITORY / "recipes" / expected_of(copied)["recipe"] / "run.py"
+    then = copied.parent / "then.py"
+    then.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(REPOSITORY)!r})\nfrom core.device import Device\n"
+        f"Device.draws_masks_on_host = False\nrunpy.run_path({str(recipe)!r}, run_name='__main__')\n"
+    )
+    make.start(then, 2, resuming(copied), copied.parent)
     assert_same_end(copied)
 
 

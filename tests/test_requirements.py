@@ -59,6 +59,7 @@ def test_every_installed_requirement_accepts_a_vendor_torch() -> None:
     assert not [(n, str(r)) for n, r in asked if r.name in KEPT and r.name != "torch"]
 
 
+@pytest.mark.slow
 def test_pip_would_leave_a_vendor_torch_alone(tmp_path: Path) -> None:
     """pip itself resolves the file in an environment whose torch is a made-up vendor build."""
     venv.create(tmp_path / "gaudi", with_pip=False)

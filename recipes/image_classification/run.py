@@ -198,14 +198,16 @@ def predict(model: Any, batch: Batch, processing: Processing) -> torch.Tensor:
 
 def loss_sum(model: Any, batch: Batch, processing: Processing, smoothing: float = 0.0) -> torch.Tensor:
     """Sum of the rows' cross-entropies, a scalar in fp32; a mixed image has two classes, each with its share."""
+    import torch
+
     from core.losses import cross_entropies
 
     logits = predict(model, batch, processing)
     losses = cross_entropies(logits, batch["labels"], smoothing)
     if "shares" in batch:
         others = cross_entropies(logits, batch["other_labels"], smoothing)
-        losses = batch["shares"] * losses + (1 - batch["shares"]) * others
-    return (losses * batch["row_weights"]).sum()
+        losses = torch.lerp(others, losses, batch["shares"]).masked_fill(batch["labels"] < 0, 0)
+    return losses.sum()  # rows that weigh nothing have no class, and a loss of 0; fp32: no product that autocast halves
 
 
 def accuracy(top: np.ndarray, labels: np.ndarray, phase: str) -> dict[str, float]:

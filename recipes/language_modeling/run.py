@@ -29,7 +29,7 @@ for folder in Path(__file__).resolve().parents:  # a copy beside this folder fin
         sys.path.insert(0, str(folder))
         break
 
-from core import hub, splits
+from core import hub, ngrams, splits
 from core.arguments import flag, parse_arguments, switch
 from core.errors import UserError, exit_with_one_line, say, warn_once
 from core.mixed_precision import prepare_environment
@@ -160,7 +160,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Any]) -> tuple[Any, A
     from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED_MODELS
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-    from core import adapters, attention
+    from core import adapters, attention, heads
 
     name, options = args.model_name_or_path or args.config_name, hub.model_options(args)
     with hub.loading(f"the model {name or args.model_type}", name, args.tokenizer_name):
@@ -187,6 +187,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Any]) -> tuple[Any, A
     if args.lora_rank:
         lora = (args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_target_modules)
         adapters.add_lora(model, *lora, args.seed)
+    heads.narrow(model, run.device)
     return tokenizer, model
 
 
@@ -237,15 +238,14 @@ def predict(model: Any, batch: Batch) -> torch.Tensor:
 
 def loss_sum(model: Any, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
     """Sum of the cross-entropies of all real targets, a scalar in fp32. It takes the logits' memory: they end here."""
-    from core.losses import cross_entropy_sum
+    from core import heads, losses
 
-    return cross_entropy_sum(predict(model, batch), batch["labels"], smoothing)
+    with heads.targets_only(model, batch["labels"]) as labels:
+        return losses.cross_entropy_sum(predict(model, batch), labels, smoothing)
 
 
 def baseline(args: Namespace, loaders: dict[str, Loader], split: str, phase: str) -> dict[str, float]:
     """Perplexity of a count model of the training tokens, on the targets that the model is evaluated on."""
-    from core import ngrams
-
     tokens = (row["input_ids"] for row in loaders["train"].dataset)
     if args.objective == "causal":
         blocks = (row["input_ids"] for row in loaders[split].dataset)

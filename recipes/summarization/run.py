@@ -31,7 +31,7 @@ from core.arguments import flag, parse_arguments
 from core.errors import UserError, exit_with_one_line, say, warn_once
 from core.hub import NAMED, HubArguments, TokenizerArguments, fit, load_splits, loading, model_options
 from core.mixed_precision import prepare_environment
-from core.splits import PHASES, map_rows, needed_splits
+from core.splits import PHASES, map_rows, needed_splits, token_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def check_rows(rows: Dataset, split: str, args: Namespace) -> Dataset:
         if name not in columns or names[0] == names[1]:
             found = ", ".join(columns)
             raise UserError(f"--{option}: the {split} split has no column {name!r} of its own; it has: {found}")
-    pairs = zip(rows[names[0]], rows[names[1]], strict=True)
+    pairs = zip(rows[names[0]][:], rows[names[1]][:], strict=True)  # whole: one row after the other is slow
     full = [at for at, pair in enumerate(pairs) if all(isinstance(text, str) and text.strip() for text in pair)]
     if missing := sorted(set(range(len(rows))) - set(full)):
         empty = f"{len(missing)} of {len(rows)} {split} rows lack text in {names} (first: row {missing[0] + 1})"
@@ -150,7 +150,7 @@ def make_loader(rows: Dataset, tokenizer: Any, args: Namespace, train: bool) -> 
 
     limits = (args.max_source_length, args.max_target_length if train else args.val_max_target_length)
     rows = tokenize(rows, tokenizer, args, limits[1])
-    lengths = [(len(a), len(b)) for a, b in zip(rows["input_ids"], rows["labels"], strict=True)]
+    lengths = token_lengths(rows, ["input_ids", "labels"])
     label_pad = IGNORE_INDEX if args.ignore_pad_token_for_loss else tokenizer.pad_token_id
     padded = partial(collate, pad=tokenizer.pad_token_id, label_pad=label_pad)
     return BatchLoader.from_arguments(args, rows, padded, lengths, limits, train)
@@ -163,7 +163,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
     """Load the named tokenizer and model, or build small ones from the training texts and the seed."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from core import attention
+    from core import attention, heads
 
     name, options = args.model_name_or_path or args.config_name, model_options(args)
     with loading(f"the model {name}", name, args.tokenizer_name):
@@ -185,6 +185,7 @@ def build_model(args: Namespace, run: Run, data: dict[str, Dataset]) -> tuple[An
     fit(model, tokenizer, max(args.max_source_length, args.max_target_length, args.val_max_target_length))
     if model.config.decoder_start_token_id is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
         raise UserError(f"the model {name} cannot shift labels (decoder_start_token_id), so it cannot be trained here")
+    heads.narrow(model, run.device)
     return tokenizer, model
 
 
@@ -195,7 +196,7 @@ def small_t5(data: dict[str, Dataset]) -> tuple[Any, Any]:
     from core.sample_data import train_tokenizer
 
     rows = data.get("train") or next(iter(data.values()))
-    tokenizer = train_tokenizer([*rows["text"], *rows["summary"]], vocab_size=2000)
+    tokenizer = train_tokenizer([*rows["text"][:], *rows["summary"][:]], vocab_size=2000)
     sizes = {"vocab_size": 2000, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4}
     return tokenizer, T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
 
@@ -203,14 +204,15 @@ def small_t5(data: dict[str, Dataset]) -> tuple[Any, Any]:
 # --- Task functions: loss and metric ----------------------------------------------------------------------------------
 
 
-def loss_sum(model: Any, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
-    """Sum of the cross-entropies of all real target tokens, a scalar in fp32. The shift is done here, once."""
-    from core.losses import cross_entropy_sum
+def loss_sum(model: Any, batch: Batch, smoothing: float = 0.0, encoded: Any = None) -> torch.Tensor:
+    """Sum of the cross-entropies of all real target tokens, in fp32. ``encoded``: the encoder's outputs, if known."""
+    from core import heads, losses
 
-    start = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    logits = model(**inputs, decoder_input_ids=start, use_cache=False).logits
-    return cross_entropy_sum(logits, batch["labels"], smoothing)
+    start = model.prepare_decoder_input_ids_from_labels(batch["labels"])  # the shift is done here, once
+    inputs = {"input_ids": batch["input_ids"]} if encoded is None else {"encoder_outputs": encoded}
+    inputs |= {"attention_mask": batch["attention_mask"], "decoder_input_ids": start, "use_cache": False}
+    with heads.targets_only(model, batch["labels"]) as labels:
+        return losses.cross_entropy_sum(model(**inputs).logits, labels, smoothing)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -255,6 +257,12 @@ def train(engine: Engine, tokenizer: Any, smoothing: float, evaluation: Callable
 # --- Evaluate ---------------------------------------------------------------------------------------------------------
 
 
+def move_beams(cache: Any, beams: torch.Tensor) -> Any:
+    """Move what beams of a text wrote, and not what they read: of the text itself all have the same keys and values."""
+    getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+    return cache
+
+
 def evaluate(run: Run, tokenizer: Any, loader: BatchLoader, rows: Dataset, phase: str) -> tuple[dict, list[str]]:
     """Return loss, ROUGE (with ``--predict_with_generate``) and speed of a split, and the generated summaries."""
     from torch.nn.functional import pad
@@ -265,11 +273,16 @@ def evaluate(run: Run, tokenizer: Any, loader: BatchLoader, rows: Dataset, phase
     options = {"max_length": limit, "num_beams": beams, "use_cache": args.use_cache}
     options |= {"max_new_tokens": None, "num_return_sequences": 1, "return_dict_in_generate": False}  # the flags decide
 
+    if not hasattr(model, "_reorder_cache"):  # where transformers looks first
+        model._reorder_cache = move_beams
+
     def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        loss = loss_sum(model, batch)
         if not args.predict_with_generate:
-            return loss, None
-        tokens = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
+            return loss_sum(model, batch), None
+        texts = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        encoded = model.get_encoder()(**texts, return_dict=True)  # once, for both
+        loss = loss_sum(model, batch, encoded=encoded)
+        tokens = model.generate(**texts, encoder_outputs=encoded, **options)
         return loss, pad(tokens, (0, limit - tokens.shape[1]), value=tokenizer.pad_token_id)
 
     metrics, outputs = run.evaluate(loader, forward, phase)

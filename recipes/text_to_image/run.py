@@ -222,17 +222,19 @@ def frozen_parts(args: Namespace, run: Run, pipe: Any) -> tuple[Encoders, Noise,
 
 def loss_sum(model: Any, batch: Batch, encoders: Encoders, noise: Noise) -> torch.Tensor:
     """Sum of the rows' losses, a scalar in fp32: how well the noise in noisy latents is foretold, given captions."""
+    import torch
+
     moments = batch["moments"] if "moments" in batch else encoders.moments(batch["pixel_values"])
     mean, deviation = moments.chunk(2, dim=1)
-    latents = mean + deviation * batch["posterior"]
+    latents = torch.addcmul(mean, deviation, batch["posterior"])  # in fp32: autocast may halve a product alone
     text = batch if "encoder_hidden_states" in batch else encoders.embed(batch)
     sizes = {"text_embeds": text["text_embeds"], "time_ids": batch["time_ids"]} if "time_ids" in batch else None
     noisy = noise.add(latents, batch["noise"], batch["timesteps"])
     dtype = next(model.parameters()).dtype  # evaluated alone it may be bf16, without autocast
     inputs = {"encoder_hidden_states": text["encoder_hidden_states"].to(dtype), "added_cond_kwargs": sizes}
-    predicted = model(noisy.to(dtype), batch["timesteps"], **inputs, return_dict=False)[0]
-    losses = noise.losses(predicted, latents, batch["noise"], batch["timesteps"])
-    return (losses * batch["row_weights"]).sum()
+    noisy = noisy.to(dtype, memory_format=encoders.layout)
+    predicted = model(noisy, batch["timesteps"], **inputs, return_dict=False)[0]
+    return noise.losses(predicted, latents, batch["noise"], batch["timesteps"], batch["row_weights"]).sum()
 
 
 # --- Train ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gradient_reduction
+from benchmarks.contests import OURS, Settings
 from tests.conftest import REPOSITORY
 
 
@@ -30,3 +32,14 @@ def test_it_measures_all_variants_and_reports_their_medians(tmp_path: Path) -> N
         assert f" {statistics.median(found['ratios'][name]):.2f} (" in line
         assert len(own) == 3
         assert min(own) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_contest_compares_what_a_recipe_takes_with_ddp(tmp_path: Path) -> None:
+    """A figure a round for each side."""
+    (contest,) = gradient_reduction.CONTESTS
+    measured = contest.measure(Settings(tmp_path, rounds=2, small=True))
+    assert {side: len(values) for side, values in measured.values.items()} == {OURS: 2, contest.rows[0].side: 2}
+    assert min(measured.values[OURS] + measured.values["ddp"]) > 1e-4
+    assert measured.facts["processes"] == 2

@@ -142,11 +142,11 @@ def weights(output: Path) -> dict[str, list[float]]:
     return numbers
 
 
-def start(recipe: str, ranks: int, flags: list[str], folder: Path) -> None:
-    """Run a recipe in ``folder``, on so many processes."""
+def start(script: Path, ranks: int, flags: list[str], folder: Path) -> None:
+    """Run a recipe's script in ``folder``, on so many processes."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
-    command = [sys.executable, str(REPOSITORY / "recipes" / recipe / "run.py"), *flags]
+    command = [sys.executable, str(script), *flags]
     own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     started = [subprocess.Popen(command, env=environment, cwd=folder) for environment in own]
     try:
@@ -156,13 +156,13 @@ def start(recipe: str, ranks: int, flags: list[str], folder: Path) -> None:
             process.kill()
             process.wait()
     if any(codes):
-        raise RuntimeError(f"{recipe}: its ranks ended with {codes}")
+        raise RuntimeError(f"{script}: its ranks ended with {codes}")
 
 
 def make(folder: Path, name: str, recipe: str, ranks: int, flags: list[str]) -> None:
     """Train four steps, and keep the checkpoint of the second and what the run came to."""
     flags = [*STEPS, *flags]
-    start(recipe, ranks, [*flags, "--output_dir", name], folder)
+    start(REPOSITORY / "recipes" / recipe / "run.py", ranks, [*flags, "--output_dir", name], folder)
     run, kept = folder / name, folder / f"{name}.kept"
     kept.mkdir()
     (run / "checkpoint-2").rename(kept / "checkpoint-2")

@@ -25,9 +25,10 @@ from transformers import (
     T5ForConditionalGeneration,
     masking_utils,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from core import attention, errors
+from core import attention, dropout, errors
 from core.attention import FUSED, choose, one_document_a_row, register, supported
 from core.errors import UserError
 
@@ -77,6 +78,7 @@ class Kernel(torch.autograd.Function):
 class FakeDevice:
     def __init__(self, fused: bool) -> None:
         self.has_fused_attention, self.name = fused, "gaudi2" if fused else "cpu (test)"
+        self.draws_masks_on_host = not fused
 
     def bridge(self, submodule: str) -> SimpleNamespace:
         assert self.has_fused_attention
@@ -93,6 +95,7 @@ def clean(monkeypatch, caplog):
     Kernel.calls = []
     yield
     AttentionInterface._global_mapping.pop(FUSED, None)
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
     AttentionMaskInterface._global_mapping.pop(FUSED, None)
     torch._C._set_math_sdp_allow_fp16_bf16_reduction(False)
 
@@ -429,3 +432,178 @@ def test_rows_are_not_searched_for_documents(monkeypatch):
     with pytest.raises(RuntimeError), one_document_a_row():
         raise RuntimeError
     assert masking_utils.find_packed_sequence_indices is watch
+
+
+# -------------------------------------------------------------------------------------------------- weights dropped out
+
+
+def placed_module(**attributes) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, value in {"is_causal": False, dropout.MARK: True, **attributes}.items():
+        setattr(module, name, value)
+    return module
+
+
+def left_out(*shape: int) -> torch.Tensor:
+    """A mask, False at a third; the first key is left for every query."""
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True
+    return mask
+
+
+ATTENTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "one query": {"is_causal": True, "queries": 1},
+    "more keys than queries, causal": {"is_causal": True, "keys": 9},
+    "cross": {"keys": 9, "mask": lambda: left_out(2, 1, 1, 9)},
+    "mask": {"mask": lambda: left_out(2, 1, 5, 5)},
+    "expanded mask": {"mask": lambda: left_out(2, 1, 1, 5).expand(2, 1, 5, 5)},
+    "mask, causal": {"is_causal": True, "mask": lambda: left_out(2, 1, 5, 5)},
+    "additive mask": {"mask": lambda: torch.randn(2, 1, 5, 5)},
+    "bias": {"bias": (1, 4, 5, 5)},
+    "bias of each row": {"bias": (2, 4, 5, 5)},
+    "bias, causal": {"bias": (1, 4, 5, 5), "is_causal": True},
+    "bias and mask": {"bias": (1, 4, 5, 5), "mask": lambda: left_out(2, 1, 1, 5)},
+    "bias and additive mask": {"bias": (1, 4, 5, 5), "mask": lambda: torch.randn(2, 1, 5, 5)},
+    "grouped heads": {"heads": 2, "is_causal": True},
+    "grouped heads, mask": {"heads": 2, "mask": lambda: left_out(2, 1, 5, 5)},
+    "scale": {"scaling": 1.0},
+}
+
+
+def attention_case(name: str, **changes) -> tuple[list[torch.Tensor], dict]:
+    """What `call_attention` takes: tensors that get gradients, and options."""
+    torch.manual_seed(0)
+    case = {"queries": 5, "keys": 5, "heads": 4, "mask": lambda: None, "bias": None, **ATTENTIONS[name], **changes}
+    shapes = [(2, 4, case["queries"], 8), *[(2, case["heads"], case["keys"], 8)] * 2]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in [*shapes, *([case["bias"]] if case["bias"] else [])]]
+    options = {"attention_mask": case["mask"](), "scaling": case.get("scaling"), "is_causal": case.get("is_causal")}
+    return tensors, options | {"groups": 4 // case["heads"]}
+
+
+def call_attention(tensors, options, marked: bool, p: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output of the registered "sdpa", and the gradients of its tensors."""
+    options = dict(options)
+    module = placed_module(num_key_value_groups=options.pop("groups"), **{dropout.MARK: marked})
+    query, key, value, *bias = tensors
+    extra = {"position_bias": bias[0]} if bias else {}
+    out, _ = AttentionInterface()["sdpa"](module, query, key, value, dropout=p, **options, **extra)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    return out.detach(), torch.autograd.grad(out, tensors, gradient)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_on_the_host_is_sdpa_where_nothing_is_dropped(monkeypatch, name):
+    register(CPU, arguments())
+    drawn = []
+    monkeypatch.setattr(dropout, "draw", lambda shape, p: drawn.append(shape) or (torch.ones(shape).byte(), 1.0))
+    tensors, options = attention_case(name)
+    out, gradients = call_attention(tensors, options, marked=True, p=0.1)
+    expected, of_expected = call_attention(tensors, options, marked=True, p=0.0)
+    assert drawn == [(2, 4, out.shape[1], tensors[1].shape[2])]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(gradients, of_expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bias, causal", "bias and mask", "grouped heads, mask"])
+def test_attention_on_the_host_is_sdpa_in_expectation(name):
+    """Output and gradients are linear in the mask."""
+    register(CPU, arguments())
+    tensors, options = attention_case(name)
+    expected, gradients = call_attention(tensors, options, marked=True, p=0.0)
+    torch.manual_seed(1)
+    calls = [call_attention(tensors, options, marked=True, p=0.25) for _ in range(400)]
+    draws = [torch.stack(one) for one in zip(*[(out, *of_tensors) for out, of_tensors in calls], strict=True)]
+    for drawn, mean in zip(draws, (expected, *gradients), strict=True):
+        assert drawn.std(0).max() > 0.05
+        error = (drawn.mean(0) - mean).abs()  # 6 standard errors, of some hundred numbers each
+        assert (error <= 6 * drawn.std(0) / len(calls) ** 0.5 + 1e-5).all()
+
+
+def test_gradients_on_the_host_are_those_of_what_was_computed():
+    """In fp64, with a mask that is drawn alike each time."""
+
+    def attend(*tensors):
+        torch.manual_seed(0)
+        return dropout.attend(*tensors[:3], left, tensors[3], 0.5, 0.25)
+
+    left = left_out(2, 1, 1, 3)
+    shapes = [(2, 2, 4, 3), (2, 2, 3, 3), (2, 2, 3, 3), (1, 2, 4, 3)]
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(attend, tensors)
+
+
+def test_in_bf16_the_attention_of_the_host_is_as_close_as_that_of_a_layer_in_bf16(monkeypatch):
+    monkeypatch.setattr(dropout, "draw", lambda shape, p: (torch.ones(shape).byte(), 1.0))
+    torch.manual_seed(0)
+    tensors = [torch.randn(4, 4, 64, 32) for _ in range(3)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*tensors)
+    low = [tensor.bfloat16() for tensor in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as the layers before give it, and as autocast would cast it
+        found = [dropout.attend(*given, None, None, 32**-0.5, 0.1) for given in (low, tensors)]
+    assert [out.dtype for out in found] == [torch.bfloat16] * 2
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    error = (found[0].float() - exact).pow(2).mean().sqrt()
+    expected = (torch.nn.functional.scaled_dot_product_attention(*low).float() - exact).pow(2).mean().sqrt()
+    assert error < 2 * expected
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_short_attention_in_bf16_is_torchs(name, monkeypatch):
+    """Nothing is dropped: values and gradients are those of fp32 up to the roundings of bf16."""
+    register(CPU, arguments())
+    tensors, options = attention_case(name)
+    exact, gradients = call_attention(tensors, options, marked=True, p=0.0)
+    calls, own = [], dropout.attend
+    monkeypatch.setattr("core.attention.attend_on_host", lambda *given: calls.append(1) or own(*given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, of_found = call_attention(tensors, options, marked=True, p=0.0)
+    assert calls == [1]
+    assert found.dtype == torch.bfloat16
+    for low, high in zip((found, *of_found), (exact, *gradients), strict=True):
+        assert (low.float() - high).norm() <= 0.02 * high.norm()
+
+
+@pytest.mark.parametrize("case", ["fp32", "long", "no gradient", "not placed"])
+def test_other_attention_without_dropout_is_torchs(case, monkeypatch):
+    register(CPU, arguments())
+    monkeypatch.setattr("core.attention.attend_on_host", lambda *given: pytest.fail("not for this"))
+    query = torch.randn(1, 1, 513 if case == "long" else 5, 8, requires_grad=True)
+    kind = torch.float32 if case == "fp32" else torch.bfloat16
+    module = placed_module(num_key_value_groups=1, **({dropout.MARK: False} if case == "not placed" else {}))
+    with torch.autocast("cpu", dtype=kind, enabled=case != "fp32"), torch.set_grad_enabled(case != "no gradient"):
+        out, _ = AttentionInterface()["sdpa"](module, query, query, query, None, dropout=0.0)
+    assert out.shape == (1, query.shape[2], 1, 8)
+
+
+def test_only_placed_models_on_the_host_have_another_attention():
+    tensors, options = attention_case("mask")
+    found = []
+    for device, marked in ((CPU, False), (GAUDI, True), (GAUDI, False)):
+        register(device, arguments())
+        torch.manual_seed(0)
+        found.append(call_attention(tensors, options, marked=marked, p=0.25)[0])
+    register(CPU, arguments())
+    torch.manual_seed(0)
+    other = call_attention(tensors, options, marked=True, p=0.25)[0]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], other)
+    assert AttentionInterface()["sdpa"] is AttentionInterface()[FUSED]
+
+
+def test_what_the_attention_of_the_host_does_not_have_is_transformers():
+    register(CPU, arguments())
+    query = torch.randn(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="softcap"):
+        AttentionInterface()["sdpa"](placed_module(), query, query, query, None, dropout=0.1, softcap=1.0)
+    learned = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    out, _ = AttentionInterface()["sdpa"](placed_module(), query, query, query, learned, dropout=0.1)
+    out.sum().backward()
+    assert learned.grad is not None
+    rows = query.expand(3, 1, 4, 4)
+    out, _ = AttentionInterface()["sdpa"](placed_module(), query, rows, rows, None, dropout=0.5)
+    assert out.shape == (3, 4, 1, 4)
+    assert not torch.equal(out[0], out[1])  # each row has masks of its own

@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import time
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from core import distributed
 from core.arguments import parse_arguments
 from core.buckets import make_buckets
-from core.data import IGNORE_INDEX, BatchLoader, fill, loader_options, require_rows
+from core.data import IGNORE_INDEX, BatchLoader, MicroBatches, fill, loader_options, require_rows
 from core.errors import UserError
 from tests.core.ranks import results, start_ranks
 from tests.core.toy import arguments
@@ -137,6 +138,81 @@ def test_skipped_windows_are_the_first_ones() -> None:
     whole = [window.row_ids for window in loader.windows(2)]
     for start in range(len(whole) + 1):
         assert [window.row_ids for window in loader.windows(2, start)] == whole[start:]
+
+
+@pytest.mark.parametrize(("rows", "drop_last"), [(30, False), (31, False), (31, True), (25, False)])
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_micro_batches_are_those_of_the_windows_wherever_they_are_sent(rows: int, drop_last: bool, start: int) -> None:
+    """As to a process that is spawned, which gets what is left of the epoch and no list of its rows."""
+    loader = loader_of(lengths_of(rows), 3, seed=2, accumulation=2, drop_last=drop_last)
+    loader.declare(any_shape=True)
+    for epoch in (0, 1):
+        windows = list(loader.windows(epoch, start))
+        assert all(type(row) is int for window in windows for row in [*window.row_ids, window.tokens])
+        expected = [batch for window in windows for batch in window.batches]
+        sent = ForkingPickler.dumps(MicroBatches(loader, loader.composition.rows(epoch), epoch, start))
+        received = ForkingPickler.loads(sent)
+        assert len(received) == len(expected)
+        for number, batch in enumerate(expected):
+            assert all(torch.equal(value, batch[name]) for name, value in received[number].items())
+
+
+def trimmed(loader: BatchLoader) -> BatchLoader:
+    assert loader.declare(any_shape=True) is None
+    return loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trimmed_batches_hold_the_same_rows_in_shorter_shapes(accumulation: int, workers: int) -> None:
+    """Also from any start; the first batch of all is as large as any can be."""
+    lengths = lengths_of(150)
+    options = {"seed": 2, "accumulation": accumulation, "workers": workers}
+    plain, short = loader_of(lengths, 8, **options), trimmed(loader_of(lengths, 8, **options))
+    assert plain.declare(any_shape=False) == len(plain.buckets) > 1
+    assert short.order() == plain.order()
+    for epoch, start in ((0, 0), (1, 0), (1, 3)):
+        pairs = list(zip(plain.windows(epoch, start), short.windows(epoch, start), strict=True))
+        assert [one.last_in_epoch for one, _ in pairs] == [False] * (len(pairs) - 1) + [True]
+        for number, (one, other) in enumerate(pairs):
+            assert (one.row_ids, one.rows, one.tokens, one.targets) == (
+                other.row_ids, other.rows, other.tokens, other.targets,
+            )  # fmt: skip
+            ids = iter(one.row_ids)
+            for whole, cut in zip(one.batches, other.batches, strict=True):
+                real = [next(ids) for _ in range(int(whole["row_weights"].sum()))]
+                for axis, name in enumerate(("inputs", "labels")):
+                    longest = max(lengths[row][axis] for row in real)
+                    size = cut[name].shape[1]
+                    assert torch.equal(whole[name][:, :size], cut[name])
+                    if epoch == number == 0:
+                        assert size == short.buckets[-1][axis]
+                    else:
+                        assert size == min(-(-longest // 8) * 8, 23)
+    assert_no_worker()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_have_one_shape_at_a_time(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: world)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: values)
+    shapes, rows = [], []
+    for rank in range(world):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        windows = list(trimmed(loader_of(lengths_of(101), 4, seed=1, accumulation=2)).windows(1))
+        shapes.append([[tuple(batch["labels"].shape) for batch in window.batches] for window in windows])
+        rows += [row for window in windows for row in window.row_ids]
+    assert all(one == shapes[0] for one in shapes)
+    assert len({shape for window in shapes[0] for shape in window}) > 1
+    assert sorted(rows) == list(range(101))
+
+
+@pytest.mark.parametrize("flag", [["--pad_to_max_length"], ["--length_buckets", "1"]])
+def test_one_shape_that_is_asked_for_is_never_cut(tmp_path: Path, flag: list[str]) -> None:
+    args, lengths = arguments(tmp_path, *flag), lengths_of(40, longest=5)
+    loader = BatchLoader.from_arguments(args, list(enumerate(lengths)), collate, lengths, (23, 23), train=True)
+    assert loader.declare(any_shape=True) == 1
+    assert {tuple(batch["inputs"].shape) for window in loader.windows() for batch in window.batches} == {(8, 23)}
 
 
 def test_drop_last_says_how_many_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,6 +272,7 @@ def test_capabilities_follow_kind_and_mode(bridge):
         "has_habana_kernels": (True, True, True, False, False, False),
         "has_fused_attention": (True, True, True, False, False, False),
         "has_op_lists": (True, True, True, False, False, False),
+        "draws_masks_on_host": (False, False, False, False, True, False),
         "compile_backend": ("hpu_backend", "hpu_backend", "hpu_backend", "inductor", "inductor", "inductor"),
     }
     for name, expected in table.items():

@@ -69,8 +69,7 @@ def test_latents_are_those_of_diffusers(pipe: Any, settings: str) -> None:
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (2, 3, 16, 32), dtype=np.uint8)
     encoders = Encoders(pipe, CPU)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mean, deviation = encoders.moments(torch.from_numpy(pixels)).chunk(2, dim=1)
+    mean, deviation = encoders.moments(torch.from_numpy(pixels)).chunk(2, dim=1)
     assert mean.dtype == torch.float32
     assert mean.shape == (2, 4, 8, 16)
     images = VaeImageProcessor(vae_scale_factor=2).preprocess(pixels.transpose(0, 2, 3, 1) / 255.0)
@@ -83,6 +82,18 @@ def test_latents_are_those_of_diffusers(pipe: Any, settings: str) -> None:
         latents = (latents - means) / spreads
     expected = (latents - (0.3 if settings == "shift" else 0)) * scale
     torch.testing.assert_close(mean + deviation * noise, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_halved_by_autocast(pipe: Any) -> None:
+    """But nothing else: moments are fp32, and as close as bf16 can be. What is kept is made without autocast."""
+    pixels = torch.randint(0, 256, (2, 3, 16, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    encoders = Encoders(pipe, CPU)
+    exact = encoders.moments(pixels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = encoders.moments(pixels)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02 * float(exact.abs().mean()))
 
 
 def test_sizes_that_fit(pipe: Any) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from core import adapters, checkpoint, preemption
+from core.buckets import make_buckets
 from core.data import IGNORE_INDEX, BatchLoader
 from core.device import Device
 from core.engine import Engine
@@ -29,7 +31,7 @@ from core.results import claim_output_dir
 from core.run import Run
 from tests import fake_bridge
 from tests.conftest import REPOSITORY
-from tests.core.toy import LENGTHS, Model, arguments, collate, loader_of, loss_sum, run, weights
+from tests.core.toy import LENGTHS, Model, Rows, arguments, collate, loader_of, loss_sum, run, weights
 
 
 @pytest.mark.parametrize("optimizer", [["--optim", "sgd", "--learning_rate", "1"], ["--learning_rate", "0.01"]])
@@ -145,6 +147,81 @@ def test_no_shape_is_met_after_the_first_epoch(tmp_path: Path) -> None:
     one = len(engine.run.ledger.met["train"])
     engine, *_ = run(tmp_path / "two", "--num_train_epochs", "4", "--per_device_train_batch_size", "4")
     assert len(engine.run.ledger.met["train"]) == one <= 3
+
+
+LONG = [(1 + (row * 37) % 120, 1 + (row * 3) % 8) for row in range(60)]
+
+
+def long_loader(args: Namespace, *given: Any) -> BatchLoader:
+    """60 rows of 1 to 120 inputs, four declared shapes."""
+    options = {"accumulation": args.gradient_accumulation_steps, "seed": args.seed}
+    shapes, rows = make_buckets(LONG, (120, 8), 4), Rows(LONG)
+
+    def known(numbers: list[int], shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        batch = rows(numbers, shape)
+        return batch | {"inputs": batch["inputs"] % 32}
+
+    return BatchLoader(list(range(60)), known, LONG, shapes, args.per_device_train_batch_size, **options)
+
+
+def attending(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The toy's loss, with products whose cost grows with the square of the inputs' length."""
+    inputs = model.embedding(batch["inputs"]) * batch["mask"].unsqueeze(-1)
+    scores = inputs @ inputs.transpose(1, 2)
+    return loss_sum(model, batch) + 1e-3 * (scores @ inputs).sum()
+
+
+SHORT = ["--num_train_epochs", "3", "--per_device_train_batch_size", "4", "--learning_rate", "0.01"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_trimmed_batch_trains_as_one_of_a_declared_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accumulation: int
+) -> None:
+    flags = [*SHORT, "--gradient_accumulation_steps", str(accumulation), "--save_strategy", "no"]
+    short, trimmed, steps = run(tmp_path / "short", *flags, loss=attending, make_loader=long_loader)
+    monkeypatch.setattr("core.graphs.takes_any_shape", lambda args, device: False)
+    whole, plain, expected = run(tmp_path / "whole", *flags, loss=attending, make_loader=long_loader)
+    assert (short.trims, whole.trims) == (True, False)
+    assert [ids for ids, *_ in steps] == [ids for ids, *_ in expected]
+    assert [loss for *_, loss in steps] == pytest.approx([loss for *_, loss in expected], abs=1e-6, rel=1e-6)
+    torch.testing.assert_close(weights(trimmed), weights(plain), rtol=0, atol=1e-6)
+    assert len(whole.run.ledger.met["train"]) <= 4 < len(short.run.ledger.met["train"])
+    sizes = [dict(shape)["inputs"][1] for shape in short.run.ledger.met["train"]]
+    assert sizes[0] == max(sizes) == 120  # memory runs out at once or never
+    assert "beyond" not in caplog.text
+
+
+def test_a_trimmed_shape_is_no_cold_step(tmp_path: Path) -> None:
+    engine, *_ = run(tmp_path / "run", *SHORT, "--save_strategy", "no", make_loader=long_loader)
+    assert engine.throughput._counted["steps"] == engine.step_count - 1
+    assert not engine.flops.known  # a CPU's peak is not known
+
+
+def test_flops_of_trimmed_shapes_are_those_that_counting_each_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core.engine.peak_flops", lambda name, precision: 1e12)
+    flags, options = [*SHORT, "--save_strategy", "no"], {"loss": attending, "make_loader": long_loader}
+    engine, _, steps = run(tmp_path / "run", *flags, **options)
+    cold = engine.step_count - engine.throughput._counted["steps"]
+    monkeypatch.setattr("core.graphs.interpolated", lambda shape, known: None)
+    counted, _, expected = run(tmp_path / "counted", *flags, **options)
+    assert engine.flops.known == counted.flops.known
+    assert steps == expected
+    assert cold < len(engine.flops.known) == counted.step_count - counted.throughput._counted["steps"]
+
+
+def test_trimmed_runs_resume_exactly(tmp_path: Path) -> None:
+    flags = [*SHORT, "--save_steps", "1"]
+    _, straight, steps = run(tmp_path / "straight", *flags, dropout=0.5, make_loader=long_loader)
+    for k in (1, 14, 15, 22):
+        folder = tmp_path / str(k)
+        _, _, first = run(folder, *flags, dropout=0.5, stop=k, make_loader=long_loader)
+        again = [*flags, "--resume_from_checkpoint", "auto"]
+        _, model, rest = run(folder, *again, dropout=0.5, make_loader=long_loader)
+        assert first + rest == steps
+        assert torch.equal(weights(model), weights(straight))
 
 
 def test_clipping_limits_the_step_and_zero_switches_it_off(tmp_path: Path) -> None:
@@ -374,7 +451,7 @@ def test_step_boundaries_and_fused_kernels_on_a_gaudi(
         "--use_hpu_graphs_for_training",
     ]
     config = GaudiConfig(use_fused_adam=True, use_fused_clip_norm=True)
-    _, expected, _ = run(tmp_path / "cpu", *flags, dropout=0.5)
+    _, expected, _ = run(tmp_path / "cpu", *flags)  # without dropout: a CPU draws other masks than a card
     with fake_bridge.installed(tmp_path / "bridge", mode="lazy") as bridge:
         device = Device("hpu", "gaudi2", "lazy", torch.device("cpu"), torch.hpu)
         monkeypatch.setattr("core.run.select_device", lambda args, mode: device)
@@ -382,7 +459,7 @@ def test_step_boundaries_and_fused_kernels_on_a_gaudi(
         args = arguments(tmp_path / "hpu", *flags)
         args.execution_mode = "lazy"
         whole = Run(args, config, "toy")
-        model = Model(0.5)
+        model = Model()
         engine = Engine(whole, model, loader_of(args))
         boundaries = []
         for window in engine.windows():

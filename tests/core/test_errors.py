@@ -298,4 +298,7 @@ def test_what_comes_at_a_programs_end_does_not_change_its_exit_code(program, cod
         line = "stopped by SIGTERM: training had not begun (and killed: it had not ended after 0.4 s)"
         assert process.stderr.strip() == line
         with suppress(FileNotFoundError):  # else nobody has reaped it yet
-            assert Path(f"/proc/{int(process.stdout)}/stat").read_text().split()[2] == "Z"
+            until = time.monotonic() + 5  # a killed process dies when it is its turn
+            while Path(f"/proc/{int(process.stdout)}/stat").read_text().split()[2] != "Z":
+                assert time.monotonic() < until
+                time.sleep(0.02)

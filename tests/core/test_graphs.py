@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from inspect import signature
@@ -16,6 +17,7 @@ from core.arguments import parse_arguments
 from core.device import Device
 from core.errors import UserError
 from core.graphs import ShapeLedger
+from core.throughput import FlopCounter
 from tests import fake_bridge
 
 # A setting that this torch no longer has: the torch of a Gaudi does.
@@ -130,6 +132,96 @@ def test_shapes_beyond_the_declared_ones_are_said(caplog):
     assert "input_ids [4, 24]" in caplog.messages[0]
     ledger.see("train", batch(3, 8))  # a remainder that was not filled
     assert len(caplog.messages) == 2
+
+
+def test_any_number_of_shapes_may_be_declared(caplog):
+    ledger = ShapeLedger()
+    ledger.declare("train", None)
+    assert all(ledger.see("train", batch(4, length))[1] for length in range(8, 80, 8))
+    assert not caplog.messages
+
+
+# ----------------------------------------------------------------------------------------------------- shapes that cost
+
+RECORDED = "--use_hpu_graphs"
+
+
+@pytest.mark.parametrize(
+    ("device", "argv", "takes"),
+    [
+        pytest.param(cpu(), [], True, id="cpu"),
+        pytest.param(cpu(), [RECORDED], True, id="cpu_that_records_nothing"),
+        pytest.param(cpu("compile"), [], False, id="cpu_compile"),
+        pytest.param(gpu(), [], True, id="gpu"),
+        pytest.param(gpu(), ["--use_hpu_graphs_for_training"], False, id="gpu_graphs"),
+        pytest.param(gpu(), ["--use_hpu_graphs_for_inference"], False, id="gpu_inference_graphs"),
+        pytest.param(gpu("compile"), [], False, id="gpu_compile"),
+        pytest.param(gaudi("lazy"), [], False, id="gaudi_lazy"),
+        pytest.param(gaudi("eager"), [], False, id="gaudi_eager"),
+        pytest.param(gaudi("compile"), [], False, id="gaudi_compile"),
+    ],
+)
+def test_any_shape_is_taken_where_nothing_is_compiled_or_recorded(device, argv, takes):
+    assert graphs.takes_any_shape(flags(*argv), device) is takes
+
+
+def sized(source: int, target: int) -> graphs.Shape:
+    return (("input_ids", (4, source)), ("labels", (4, target)), ("row_weights", (4,)))
+
+
+def plain_model(source: int, target: int) -> int:
+    return 4 * (7 * source + 3 * target + 5 * source**2 + 2 * source * target + target**2) + 11
+
+
+CORNERS = [(64, 32), (8, 8)]
+BETWEEN = [(16, 8), (24, 16), (40, 8), (8, 24), (32, 32), (48, 24)]
+
+
+def test_flops_of_other_shapes_are_found_exactly():
+    known = {sized(*size): plain_model(*size) for size in CORNERS + BETWEEN}
+    for size in [(56, 32), (64, 8), (8, 16), (40, 24)]:
+        assert graphs.interpolated(sized(*size), known) == plain_model(*size)
+    assert graphs.interpolated(sized(72, 8), known) is None  # beyond them
+    assert graphs.interpolated((*sized(16, 8), ("mask", (4, 4))), known) is None  # another kind of batch
+    for missing in range(2, 8):
+        fewer = dict(list(known.items())[:missing])
+        assert graphs.interpolated(sized(40, 24), fewer) is None  # six are needed, and two must agree with them
+    lengths = {sized(size, 8): plain_model(size, 8) for size in (64, 8, 16, 40, 32)}
+    assert graphs.interpolated(sized(56, 8), lengths) == plain_model(56, 8)
+    assert graphs.interpolated(sized(56, 8), dict(list(lengths.items())[:4])) is None
+
+
+def test_flops_that_are_no_polynomial_are_not_found():
+    """As of attention within blocks of a length, to which rows are padded."""
+    known = {sized(*size): plain_model(-(-size[0] // 24) * 24, size[1]) for size in CORNERS + BETWEEN}
+    assert graphs.interpolated(sized(56, 32), known) is None
+
+
+def test_few_shapes_are_counted():
+    known, counted = {}, []
+    for size in [CORNERS[0], *((source, target) for source in range(8, 65, 8) for target in range(8, 33, 8))]:
+        if sized(*size) not in known and graphs.must_count(sized(*size), known, interpolate=True):
+            counted.append(size)
+            known[sized(*size)] = plain_model(*size)
+    assert known == {sized(*size): plain_model(*size) for size in itertools.product(range(8, 65, 8), range(8, 33, 8))}
+    assert len(counted) < 20  # they come in order, so that few lie between
+    assert graphs.must_count(sized(1, 1), known, interpolate=False)
+    assert not graphs.must_count(sized(1, 1), known | {sized(2, 2): None}, interpolate=False)  # some cannot be counted
+
+
+def test_a_models_flops_are_such_a_polynomial(tiny_t5):
+    from transformers import T5ForConditionalGeneration
+
+    model, known = T5ForConditionalGeneration.from_pretrained(tiny_t5), {}
+    others = [(56, 32), (64, 8), (40, 24)]
+    for source, target in CORNERS + BETWEEN + others:
+        ids, labels = torch.ones(4, source, dtype=torch.long), torch.ones(4, target, dtype=torch.long)
+        with FlopCounter() as counter:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels)
+        known[sized(source, target)] = counter.total
+    for size in others:
+        rest = {shape: flops for shape, flops in known.items() if shape not in [sized(*other) for other in others]}
+        assert graphs.interpolated(sized(*size), rest) == known[sized(*size)]
 
 
 # --------------------------------------------------------------------------------------------------------------- check

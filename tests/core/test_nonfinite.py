@@ -174,10 +174,10 @@ def test_a_loss_that_is_not_finite_makes_all_its_gradients_so(tmp_path: Path, va
     device = Device("cpu", "cpu", "eager", torch.device("cpu"))
     losses = Losses(arguments(tmp_path), device, tmp_path, "", lambda step: "")
     weight, scale = torch.ones(3, requires_grad=True), torch.tensor(0.25)
-    losses.add(weight.sum() + value, scale).backward()
+    (loss := weight.sum() + value).backward(losses.add(loss, scale))
     assert not torch.isfinite(weight.grad).any()
     weight.grad = None
-    losses.add(weight.sum() + 1.0, scale).backward()
+    (loss := weight.sum() + 1.0).backward(losses.add(loss, scale))
     assert weight.grad.tolist() == [0.25] * 3
 
 

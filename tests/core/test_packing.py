@@ -69,7 +69,7 @@ def test_blocks_are_the_documents_however_arrow_holds_them(documents, length, ed
             continue
         blocks = Blocks(held, length)
         assert shown(blocks) == plain(chosen, length)
-        assert blocks.lengths == [(len(tokens),) for tokens, _ in shown(blocks)]
+        assert blocks.lengths.tolist() == [[len(tokens)] for tokens, _ in shown(blocks)]
         assert (blocks.tokens, blocks.used) == (tokens, tokens)
         assert (blocks.documents, blocks.empty) == (len(chosen), chosen.count([]))
         assert (blocks[0]["input_ids"].dtype, blocks[0]["document_ids"].dtype) == (np.int64, np.int32)
@@ -99,8 +99,8 @@ def test_the_first_blocks() -> None:
     whole, two, more = Blocks(rows, 3), Blocks(rows, 3, limit=2), Blocks(rows, 3, limit=9)
     assert shown(two) == shown(whole)[:2]
     assert shown(more) == shown(whole)
-    assert (two.lengths, two.tokens, two.used) == ([(3,), (3,)], 7, 6)
-    assert (whole.lengths, whole.used) == ([(3,), (3,), (1,)], 7)
+    assert (two.lengths.tolist(), two.tokens, two.used) == ([[3], [3]], 7, 6)
+    assert (whole.lengths.tolist(), whole.used) == ([[3], [3], [1]], 7)
     with pytest.raises(IndexError):
         two[2]
 
@@ -159,7 +159,7 @@ def test_tokens_stay_in_the_file(tmp_path: Path) -> None:
     assert len(sent) < 20_000
     again = ForkingPickler.loads(sent)
     assert shown(again) == shown(blocks)
-    assert again.lengths == blocks.lengths
+    assert again.lengths.tolist() == blocks.lengths.tolist()
 
 
 def collate(rows: list[dict], shape: tuple[int]) -> dict[str, torch.Tensor]:

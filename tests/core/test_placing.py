@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 
 from core.device import Device
 from core.pipelines import load_pipeline, save_pipeline, set_scheduler
-from core.placing import place, ready
+from core.placing import FEW, attend_to_few, place, ready
 from tests.core.test_pipelines import arguments, folder_of, images
 
 CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
@@ -43,6 +43,47 @@ def test_it_draws_what_an_unchanged_pipeline_draws(
         kinds = {type(processor).__name__ for processor in pipe.unet.attn_processors.values()}
         assert kinds == {"AttnProcessor" if flags else "AttnProcessor2_0"}
     assert ("does not have it; sdpa is used" in caplog.text) == (bool(flags) and kind in ("sd3", "flux"))
+
+
+@pytest.mark.parametrize("keys", [9, 24])
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
+def test_few_tokens_are_attended_to_as_torch_does(how: str, keys: int) -> None:
+    """Forth and back, within what bf16 rounds."""
+    draw, found = torch.Generator().manual_seed(0), []
+    shapes = [(2, 4, length, 8) for length in (24, keys, keys)]
+    drawn = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+    inputs = [each.float().requires_grad_() for each in drawn]
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.3).transpose(1, 2)
+    found = [each.clone().to(torch.bfloat16 if how == "bf16" else torch.float32).requires_grad_() for each in drawn]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        out, _ = attend_to_few(None, *found, scale=0.3)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+    weights = torch.randn(expected.shape, generator=draw)
+    (expected * weights).sum().backward()
+    (out.float() * weights).sum().backward()
+    for mine, theirs in zip(found, inputs, strict=True):
+        torch.testing.assert_close(mine.grad.float(), theirs.grad, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("case", ["fp32", "mask", "many", "causal", "groups"])
+def test_all_other_attention_is_torchs(case: str) -> None:
+    length, heads = (513 if case == "many" else 8), (2 if case == "groups" else 4)
+    assert (length**2 > FEW) == (case == "many")
+    dtype = torch.float32 if case == "fp32" else torch.bfloat16
+    query, key, value = (torch.randn(1, number, length, 8, dtype=dtype) for number in (4, heads, heads))
+    mask = torch.ones(length, length, dtype=torch.bool).tril() if case == "mask" else None
+    found, _ = attend_to_few(None, query, key, value, mask, 0.0, None, case == "causal")
+    options = {"attn_mask": mask, "is_causal": case == "causal", "enable_gqa": case == "groups"}
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    assert torch.equal(found, expected.transpose(1, 2))
+
+
+def test_a_cpu_has_the_shorter_way_unless_another_is_asked_for(tiny_sd: Path) -> None:
+    for flags in ((), ("--attn_implementation", "sdpa"), ("--attn_implementation", "eager")):
+        pipe, _ = prepared(tiny_sd, *flags)
+        ways = {getattr(each, "attend", None) for each in pipe.unet.attn_processors.values()}
+        assert ways == {None if flags else attend_to_few}
 
 
 def test_nothing_but_a_trained_denoiser_has_gradients(tiny_sd: Path) -> None:

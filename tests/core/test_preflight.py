@@ -265,7 +265,9 @@ def test_two_machines_that_reach_the_first_but_not_each_other(machines):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("how", "reach", "refused"), [("silent", 3, 60), ("refused", 1, 3)])
+@pytest.mark.parametrize(
+    ("how", "reach", "refused"), [pytest.param("silent", 3, 60, marks=pytest.mark.slow), ("refused", 1, 3)]
+)
 def test_a_first_machine_that_does_not_answer(machines, how, reach, refused):
     if how == "silent":
         ip("-n", machines.names[0], "link", "set", "to1", "down")

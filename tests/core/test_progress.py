@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from core import progress
+from core.buckets import make_buckets
+from core.data import BatchLoader
 from core.engine import Engine
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.run import Run
-from tests.core.toy import Model, arguments, loader_of, run
+from tests.core.toy import Model, Rows, arguments, loader_of, run, weights
 
 
 def test_banner_states_batch_steps_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +112,30 @@ def test_what_was_left_is_done_only_where_todays_flags_ask_for_it(tmp_path: Path
         engine = Engine(Run(args, GaudiConfig(), "toy"), Model(), loader_of(args))
         progress.load(engine, tmp_path / "checkpoint-2")
         assert engine.left == left
+
+
+def test_an_older_checkpoints_order_of_rows_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of before windows held rows of like lengths: what it noted of its order lacks that."""
+    lengths = [(1 + (row * 37) % 30, 1 + (row * 3) % 8) for row in range(60)]
+
+    def loader(args: Namespace, old: bool) -> BatchLoader:
+        shapes = make_buckets(lengths, (30, 8), 2)
+        made = BatchLoader(range(60), Rows(lengths), lengths, shapes, args.per_device_train_batch_size, seed=args.seed)
+        if old:
+            made.follow({})
+        return made
+
+    flags = ["--max_steps", "40", "--save_steps", "10", "--learning_rate", "0.01", "--per_device_train_batch_size", "2"]
+    _, straight, steps = run(tmp_path / "old", *flags, make_loader=lambda args, *_: loader(args, True))
+    _, _, others = run(tmp_path / "new", *flags, make_loader=lambda args, *_: loader(args, False))
+    assert [ids for ids, *_ in others] != [ids for ids, *_ in steps]
+    capsys.readouterr()
+    for saved, told in (("old", True), ("new", False)):
+        again = [*flags, "--resume_from_checkpoint", str(tmp_path / saved / "checkpoint-10")]
+        folder = tmp_path / f"{saved} again"
+        engine, model, rest = run(folder, *again, make_loader=lambda args, *_: loader(args, False))
+        assert rest == (steps if told else others)[10:]
+        assert ("of any rows of a bucket" in capsys.readouterr().out) is told
+        assert ("grouped" in engine.loader.order()) is not told
+        if told:
+            assert torch.equal(weights(model), weights(straight))

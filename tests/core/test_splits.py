@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, LargeList, List, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, LargeList, List, Value, concatenate_datasets, load_dataset
 
 from core.errors import UserError
 from core.packing import Blocks
@@ -21,6 +21,7 @@ from core.splits import (
     needed_splits,
     text_column,
     token_column,
+    token_lengths,
     whole_rows,
 )
 from core.stream import StreamLoader
@@ -296,7 +297,7 @@ def test_rows_that_foretell_nothing_are_left_out_and_counted(
     tokens = [[6, 7, 8], [], [6], None, list(range(6, 16)), [6, 7]]
     rows, lengths = whole_rows(Dataset.from_list([{"input_ids": ids} for ids in tokens]), 5, None, "train")
     assert rows["input_ids"][:] == [tokens[0], tokens[4], tokens[5]]
-    assert lengths == [(3,), (5,), (2,)]
+    assert (lengths.tolist(), lengths.dtype) == ([[3], [5], [2]], np.int32)
     assert caplog.messages == [
         "3 of 6 train rows have nothing to foretell: they are empty, or a prompt fills them; they are left out"
     ]
@@ -309,15 +310,58 @@ def test_a_prompt_that_fills_the_row_leaves_nothing_to_foretell() -> None:
     rows = Dataset.from_list([{"input_ids": [6] * len(one), "labels": one} for one in labels])
     kept, lengths = whole_rows(rows, 3, None, "test")
     assert kept["labels"][:] == [labels[0]]
-    assert lengths == [(3,)]
+    assert lengths.tolist() == [[3]]
 
 
 def test_the_first_rows_alone_and_none_at_all() -> None:
     rows = Dataset.from_list([{"input_ids": [6] * count} for count in (1, 2, 3, 4)])
-    assert whole_rows(rows, 9, 2, "validation")[1] == [(2,), (3,)]
-    assert whole_rows(rows, 9, 7, "validation")[1] == [(2,), (3,), (4,)]
+    for limit, expected in ((2, [2, 3]), (7, [2, 3, 4])):
+        kept, lengths = whole_rows(rows, 9, limit, "validation")
+        assert [len(ids) for ids in kept["input_ids"]] == lengths[:, 0].tolist() == expected
     with pytest.raises(UserError, match="the validation split has no rows"):
         whole_rows(rows.select([0]), 9, None, "validation")
+    with pytest.raises(UserError, match="the validation split has no rows"):
+        whole_rows(rows.select([]), 9, None, "validation")
+
+
+def ways_to_hold(rows: Dataset) -> dict[str, Dataset]:
+    half = len(rows) // 2
+    return {
+        "whole": rows,
+        "sliced": rows.select(range(3, len(rows) - 2)),
+        "filtered": rows.filter(lambda row: len(row["input_ids"] or []) != 1),
+        "shuffled": rows.shuffle(seed=1),
+        "parts": concatenate_datasets([rows.select(range(half)), rows.select(range(half, len(rows)))]),
+        "chosen": concatenate_datasets([rows.select([5, 2, 2]), rows.shuffle(seed=2)]).select([4, 0, 9, 2]),
+        "none": rows.select([]),
+    }
+
+
+@pytest.mark.parametrize("kind", [List, LargeList], ids=["list", "large list"])
+def test_lengths_are_those_of_the_rows_however_arrow_holds_them(kind: type) -> None:
+    draw = np.random.default_rng(0)
+    labels = [draw.choice([-100, 7], size, p=[0.8, 0.2]).tolist() for size in draw.integers(0, 6, 60)]
+    columns = {"input_ids": [[6] * len(one) for one in labels], "labels": labels}
+    columns["input_ids"][4] = columns["labels"][4] = None
+    rows = Dataset.from_dict(columns, Features({name: kind(Value("int32")) for name in columns}))
+    columns["labels"] = [[] for _ in labels]
+    other = Dataset.from_dict(columns, rows.features)  # the axes differ
+    for name, held in ways_to_hold(rows).items():
+        expected = [len(ids or []) for ids in held["input_ids"]]
+        found = token_lengths(held, ["input_ids", "labels"])
+        assert (found.tolist(), found.dtype) == ([[size, size] for size in expected], np.int32), name
+        for length in (1, 3, 9) if len(held) else ():
+            learns = [any(label >= 0 for label in (one or [])[1:length]) for one in held["labels"]]
+            if any(learns):
+                kept, lengths = whole_rows(held, length, None, "train")
+                wanted_rows = [row for row, one in zip(held, learns, strict=True) if one]
+                assert list(kept) == wanted_rows, name
+                assert lengths.tolist() == [[min(len(row["input_ids"]), length)] for row in wanted_rows]
+    assert token_lengths(other, ["input_ids", "labels"])[:, 1].tolist() == [0] * 60
+    all_learn = rows.remove_columns("labels").select(
+        [number for number, one in enumerate(labels) if len(one or []) > 1]
+    )
+    assert whole_rows(all_learn, 9, None, "train")[0] is all_learn
 
 
 def encode(batch: dict[str, list]) -> dict[str, list]:

@@ -86,7 +86,7 @@ class Training:
         self.strategy = Replicated(self.model, args, GaudiConfig(), CPU)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.strategy.optimizer, lambda step: 1 / (1 + step))
         for _ in range(steps):
-            self.strategy.backward(self.model(torch.ones(1, 3)).square().sum())
+            self.strategy.backward(self.model(torch.ones(1, 3)).square().sum(), torch.tensor(1.0))
             self.strategy.step()
             self.schedule.step()
 

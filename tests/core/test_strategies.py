@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from core import distributed, errors, strategies
+from core.device import Device
 from core.errors import UserError
 from core.gaudi_config import GaudiConfig
 from core.run import Run
@@ -19,6 +20,7 @@ from tests.core.ranks import PROGRAMS, results, start_ranks
 from tests.hpu_simulator import simulator
 
 NAMES = ("ddp", "fast_ddp")
+CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,24 @@ def test_ddp_resumes_from_every_step(ranks) -> None:
 def test_a_checkpoint_of_two_ranks_goes_on_on_one(ranks, plain, folder: Path, tmp_path: Path, name: str) -> None:
     found = trials.cross([], tmp_path, folder / name / "saved")
     assert found == pytest.approx(plain["straight"], abs=1e-6)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_forgets_the_gradients_or_leaves_zeros_where_they_are(tmp_path: Path, graphs: bool) -> None:
+    """Recorded graphs write into the same memory again."""
+    args = toy.arguments(tmp_path, "--use_hpu_graphs_for_training", str(graphs), "--learning_rate", "0.1")
+    model = toy.Model()
+    model.position.requires_grad_(False)
+    strategy = strategies.Replicated(model, args, GaudiConfig(), CPU)
+    batch = toy.collate([0, 1], (8, 8))
+    with strategy.micro_batch(last=True):
+        strategy.backward(toy.loss_sum(strategy.model, batch), torch.tensor(1.0))
+    before = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(gradient.any() for gradient in before.values())
+    assert strategy.step() > 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is (before.get(name) if graphs else None)
+        assert parameter.grad is None or not parameter.grad.any()
 
 
 def check_failures(ranks: list[dict[str, Any]], strategy: str) -> None:

@@ -206,6 +206,8 @@ def unsaved(flags: list[str], folder: Path) -> dict[str, Any]:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(engine: Engine) -> None:
+        if engine.step_count == 2:
+            engine.writer.finish()  # the first checkpoint is no matter of this
         if engine.step_count == 2 and distributed.rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, unlimited[1]))
 

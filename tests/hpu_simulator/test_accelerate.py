@@ -13,6 +13,7 @@ SCRIPT = programs.SCRIPTS / "with_accelerate.py"
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0")
 
 
+@pytest.mark.slow
 def test_two_processes_train_save_and_resume_as_on_the_cpu(tmp_path: Path) -> None:
     arguments = (SCRIPT, "--folder", "state")
     cpu = programs.on_cpu(tmp_path / "cpu", *programs.TORCHRUN, *arguments)

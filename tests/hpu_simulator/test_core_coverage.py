@@ -96,7 +96,7 @@ print(device.name, device.memory_stats()["Limit"] // 2**30)
     assert done.stdout.split() == [name, {"gaudi": "32", "gaudi2": "96", "gaudi3": "128"}[generation]], done.stderr
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_run_by_its_command_loses_the_same_as_on_a_machine_without_a_card(tmp_path: Path, mode: str) -> None:
     """20 steps of the built-in model in fp32; the texts are few, or reading them would take longer than training."""
     file = write_jsonl(tmp_path / "rows.jsonl", pairs(200, seed=5))
@@ -124,7 +124,7 @@ def test_a_run_by_its_command_loses_the_same_as_on_a_machine_without_a_card(tmp_
     counted = json.loads(report.read_text())
     assert counted["steps"] == 20
     in_the_loop = [sync for sync in counted["syncs"] if "optimizers.py" in sync["line"] or sync["count"] >= 19]
-    assert sum(sync["count"] for sync in in_the_loop if "nonfinite.py" in sync["line"]) == 40  # two reads a record
+    assert sum(sync["count"] for sync in in_the_loop if "nonfinite.py" in sync["line"]) == 20  # one read a record
     if mode == "lazy":
         forward = [graph for graph in counted["graphs"] if "forward" in graph["phase"]]
         updates = [graph for graph in counted["graphs"] if graph["phase"] == "optimizer" and graph["ops"] > 1]

@@ -158,6 +158,7 @@ dist.barrier()  # of the whole group, over the host: it still works
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_an_error_within_the_groups_timeout(tmp_path: Path) -> None:
     (found, _), said = run(tmp_path, TIMEOUTS)
     assert found is not None, said[-3000:]

@@ -247,8 +247,9 @@ def test_padding_changes_no_loss(
     recipe("--do_eval", "--line_by_line", "--per_device_eval_batch_size", "4", model=folder, files=text_files)
     model = (AutoModelForCausalLM if kind == "causal" else AutoModelForMaskedLM).from_pretrained(folder).eval()
     loader, loss = made.loaders["validation"], recipe.module.loss_sum
-    first = batches(loader)[0]
-    lengths = torch.tensor([len(loader.dataset[i]["input_ids"]) for i in range(4)])
+    window = next(iter(loader.windows()))
+    first = window.batches[0]
+    lengths = torch.tensor([len(loader.dataset[i]["input_ids"]) for i in window.row_ids])
     real = torch.arange(first["input_ids"].shape[1]) < lengths[:, None]
     assert not real.all()
     scrambled = {**first, "input_ids": torch.where(real, first["input_ids"], 17)}

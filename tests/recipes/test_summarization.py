@@ -80,7 +80,7 @@ def test_a_model_learns_its_training_rows(
     file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     name = ["--model_name_or_path", str(request.getfixturevalue(model)), "--output_dir", str(tmp_path / "run")]
     data = ["--train_file", file, "--test_file", file, "--do_train", "--do_predict", "--predict_with_generate"]
-    rate = ["--learning_rate", "0.02", "--num_train_epochs", "100", "--save_strategy", "no"]
+    rate = ["--learning_rate", "0.02", "--num_train_epochs", "150", "--save_strategy", "no"]
     metrics = summarization.main([*name, *data, *LENGTHS, *QUIET, *rate])
     assert metrics["train_loss"] < 2
     assert metrics["predict_loss"] < 0.7
@@ -103,14 +103,18 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.fixture
+def still(tiny_t5: Path, tmp_path: Path) -> Path:
+    """A copy whose dropout is switched off: its masks depend on the micro-batches' shapes, and on who draws them."""
+    shutil.copytree(tiny_t5, folder := tmp_path / "still")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.0}))
+    return folder
+
+
 def test_weights_and_loss_do_not_depend_on_the_split_of_a_window(
-    summarization: ModuleType, base: list[str], tmp_path: Path, tiny_t5: Path
+    summarization: ModuleType, base: list[str], tmp_path: Path, still: Path
 ) -> None:
-    """The model's dropout is switched off: its masks depend on the micro-batches' shapes."""
-    still = tmp_path / "still"
-    shutil.copytree(tiny_t5, still)
-    config = json.loads((still / "config.json").read_text())
-    (still / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.0}))
     results = []
     for batch, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
         folder = tmp_path / str(batch)
@@ -173,6 +177,26 @@ def test_the_flags_win_over_the_models_generation_settings(
     assert loud["eval_gen_len"] == plain["eval_gen_len"] <= 11
 
 
+@torch.no_grad()  # as in evaluation: with gradients the last digit differs
+def test_what_evaluation_saves_changes_nothing(summarization: ModuleType, tiny_t5: Path) -> None:
+    """The text is encoded once for loss and generation, and its cache stays where it is when beams move."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny_t5).eval()
+    rows = [{"input_ids": [5, 6, 7, 1], "labels": [5, 1]}, {"input_ids": [8, 1], "labels": [8, 9, 10, 11, 1]}]
+    batch, moved = summarization.collate(rows, (8, 8), pad=0, label_pad=-100), []
+    texts = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    options = {"num_beams": 3, "max_length": 12, "return_dict_in_generate": True, "output_scores": True}
+    plain = model.generate(**texts, **options)
+    encoded = model.get_encoder()(**texts, return_dict=True)
+    assert summarization.loss_sum(model, batch, encoded=encoded) == summarization.loss_sum(model, batch)
+    model._reorder_cache = lambda cache, beams: moved.append(beams) or summarization.move_beams(cache, beams)
+    saved = model.generate(**texts, encoder_outputs=encoded, **options)
+    assert torch.equal(saved.sequences, plain.sequences)
+    assert torch.equal(saved.sequences_scores, plain.sequences_scores)
+    assert any((beams != torch.arange(6)).any() for beams in moved)  # or it would prove nothing
+
+
 def test_padding_changes_no_loss(summarization: ModuleType, tiny_t5: Path) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
@@ -206,8 +230,8 @@ def test_evaluation_alone_in_bf16(summarization: ModuleType, base: list[str]) ->
     assert low == pytest.approx(full, rel=0.02)
 
 
-def test_compiled_equals_eager(summarization: ModuleType, base: list[str], tmp_path: Path) -> None:
-    losses = []
+def test_compiled_equals_eager(summarization: ModuleType, base: list[str], tmp_path: Path, still: Path) -> None:
+    losses, base = [], [*base, "--model_name_or_path", str(still)]
     for mode in (["--execution_mode", "eager"], ["--torch_compile", "--torch_compile_backend", "aot_eager"]):
         folder = str(tmp_path / mode[0])
         given = [*base, "--do_train", "--max_steps", "2", "--pad_to_max_length", "--output_dir", folder, *mode]
