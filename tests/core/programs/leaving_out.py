@@ -58,7 +58,7 @@ def go(folder: Path, flags: list[str], kind: str | None, missing: int = 0) -> di
                 logits = strategy.model(batch)
                 loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
                 bad = step == missing and distributed.rank() == distributed.world_size() - 1
-                strategy.backward(spoil(loss, logits, kind) if bad else loss)
+                strategy.backward(spoil(loss, logits, kind) if bad else loss, torch.ones_like(loss))
             norms.append(float(strategy.step()))
         if not (strategy.schedule and (step != missing or kind)):
             schedule.step()

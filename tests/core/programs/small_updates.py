@@ -28,7 +28,8 @@ for number, way in enumerate(ways):
     strategy = run.train(model, 100)
     for _ in range(100):
         with strategy.micro_batch(True):
-            strategy.backward(strategy.model(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
+            loss = strategy.model(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum()
+            strategy.backward(loss, torch.ones_like(loss))
         strategy.step()
     weight = (strategy.weights() or dict(model.named_parameters()))["weight"]
     found[way] = [str(weight.dtype), float(weight.detach().flatten()[0]) - 1]
