@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_map
 
 from core import attention, graphs
 from core.device import Device
+from core.dropout import SHORT
+from core.dropout import attend as attend_on_host
 from core.errors import warn_once
 from core.pipelines import DENOISERS, denoiser
 
 STEPPED = (*DENOISERS, "controlnet")  # what a pipeline calls at each step
-FEW = 512 * 512  # queries times keys: of more, torch's attention is as fast in bf16, and keeps no weights
 
 
 def place(pipe: Any, args: Namespace, device: Device) -> None:
@@ -98,16 +99,13 @@ def attend_to_few(
         (batch, length, heads, size), and None in place of the weights.
     """
     low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    few = query.shape[2] * key.shape[2] <= FEW and query.shape[1] == key.shape[1]
+    few = query.shape[2] * key.shape[2] <= SHORT and query.shape[1] == key.shape[1]
     if not (query.is_cpu and low == torch.bfloat16 and few) or mask is not None or dropout or causal:
         gqa = query.shape[1] != key.shape[1]
         options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": gqa}
         return functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2), None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast("cpu", enabled=False):
-        query, key, value = (each.to(low) for each in (query * scale, key, value))
-        weights = (query @ key.transpose(-1, -2)).softmax(-1)  # sums in fp32
-        return (weights @ value).transpose(1, 2), None
+    return attend_on_host(query, key, value, None, None, scale, p=0.0).transpose(1, 2), None
 
 
 def _set_attention(model: nn.Module, choice: str, on_host: bool = False) -> None:

@@ -51,7 +51,6 @@ ALLOWED = {
     ("hpu_simulator/build.py", "importlib.util.spec_from_file_location"): "the library that it has just built",
     ("hpu_simulator/bridge/habana_frameworks/_simulator.py", "importlib.util.spec_from_file_location"): "itself",
     ("hpu_simulator/bridge/habana_frameworks/_simulator.py", BY_NAME): "itself",
-    ("tests/", "importlib.util.spec_from_file_location"): "a recipe, which is a file",
     ("benchmarks/ours.py", "importlib.util.spec_from_file_location"): "a recipe, which is a file",
     ("benchmarks/", BY_NAME): "contests and sides, by their modules' names",
     ("tests/", BY_NAME): "this project's own modules",

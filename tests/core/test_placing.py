@@ -14,8 +14,9 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 
 from core.device import Device
+from core.dropout import SHORT
 from core.pipelines import load_pipeline, save_pipeline, set_scheduler
-from core.placing import FEW, attend_to_few, place, ready
+from core.placing import attend_to_few, place, ready
 from tests.core.test_pipelines import arguments, folder_of, images
 
 CPU = Device("cpu", "cpu", "eager", torch.device("cpu"))
@@ -69,7 +70,7 @@ def test_few_tokens_are_attended_to_as_torch_does(how: str, keys: int) -> None:
 @pytest.mark.parametrize("case", ["fp32", "mask", "many", "causal", "groups"])
 def test_all_other_attention_is_torchs(case: str) -> None:
     length, heads = (513 if case == "many" else 8), (2 if case == "groups" else 4)
-    assert (length**2 > FEW) == (case == "many")
+    assert (length**2 > SHORT) == (case == "many")
     dtype = torch.float32 if case == "fp32" else torch.bfloat16
     query, key, value = (torch.randn(1, number, length, 8, dtype=dtype) for number in (4, heads, heads))
     mask = torch.ones(length, length, dtype=torch.bool).tril() if case == "mask" else None
